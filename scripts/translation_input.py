@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,12 @@ ARITHMETIC = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-COMPARISONS = {ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not}
+COMPARISONS = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
 STOP = ("&&", "||", ";", "|", "&", "\\&\\&")
 SHELLS = ("bash", "sh", "/bin/bash", "/bin/sh")
 # A place that a published script leaves to its reader, which bash reads as a redirection: MODEL=<path to the model>.
@@ -113,7 +118,9 @@ def numbers(value: Any) -> Any:
         return float(value)
     if isinstance(value, list):
         return [numbers(item) for item in value]
-    return {key: numbers(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {key: numbers(item) for key, item in value.items()}
+    return value
 
 
 def flat(
@@ -124,7 +131,10 @@ def flat(
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{path}.{key}" if path else str(key)
-        found |= flat(value, name) if isinstance(value, dict) and value else {name: numbers(value)}
+        if isinstance(value, dict) and value:
+            found |= flat(value, name)
+        else:
+            found[name] = numbers(value)
     return found
 
 
@@ -135,17 +145,27 @@ def resolved(settings: dict[str, Any]) -> dict[str, Any]:
     def replaced(value: Any, depth: int = 0) -> Any:
         if not isinstance(value, str) or depth > 8:
             return value
+
+        def referred(found: re.Match[str]) -> Any:
+            other = settings.get(found[1])
+            return replaced(other, depth + 1)
+
         if alone := reference.fullmatch(value):
-            return replaced(settings.get(alone[1]), depth + 1)
-        return reference.sub(lambda found: str(replaced(settings.get(found[1]), depth + 1)), value)
+            return referred(alone)
+        return reference.sub(lambda found: str(referred(found)), value)
 
     mappings = {}
     for name, value in settings.items():
-        if isinstance(value, str) and (alone := reference.fullmatch(value)):
-            start = f"{alone[1]}."
-            entries = {name + key[len(start) - 1 :]: other for key, other in settings.items() if key.startswith(start)}
-            mappings |= {key: other for key, other in entries.items() if key not in settings}
-    return {name: replaced(value) for name, value in (mappings | settings).items()}
+        alone = reference.fullmatch(value) if isinstance(value, str) else None
+        if alone is None:
+            continue
+        start = f"{alone[1]}."
+        for key, other in settings.items():
+            copied = f"{name}.{key.removeprefix(start)}"
+            if key.startswith(start) and copied not in settings:
+                mappings[copied] = other
+    every = mappings | settings
+    return {name: replaced(value) for name, value in every.items()}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -177,34 +197,51 @@ def expand(
     if not found and "syntax error" in errors:  # NAME=<what you have to fill in>
         script = PLACE.sub(lambda held: held[1].replace(" ", "_"), script)
         found, errors = expanded(script, name, given, {})
-    while not trains(found) and (missing := POSITIONAL.search(errors)) and int(missing[1]) <= 9:
-        given += [f"ARGUMENT_{number}" for number in range(len(given) + 1, int(missing[1]) + 1)]
+    while not trains(found) and (missing := POSITIONAL.search(errors)):
+        wanted = int(missing[1])
+        if wanted > 9:
+            break
+        given += [f"ARGUMENT_{number}" for number in range(len(given) + 1, wanted + 1)]
         found, later = expanded(script, name, given, {})
         if later == errors:
             break
         errors = later
     if not trains(found):
-        first = {rank: "0" for rank in RANKS.findall(script) if rank not in os.environ}
+        ranks = RANKS.findall(script)
+        first = {rank: "0" for rank in ranks if rank not in os.environ}
         if first:  # a branch that only one node takes
             found, errors = expanded(script, name, given, first)
     if not trains(found) and (missing := UNSET.search(errors)):
         raise Unreadable(f"{name}: {missing[1]}: {missing[2]}; set the variable, or pass it")
     if not found and (wrong := re.search(r"line (\d+): (syntax error[^\n]*)", errors)):
-        line = int(wrong[1]) - RECORDER.read_text(encoding="utf-8").count("\n") - 2
+        recorder = RECORDER.read_text(encoding="utf-8")
+        before = recorder.count("\n") + 2  # lines that stand before the script's own
+        line = int(wrong[1]) - before
         raise Unreadable(f"{name}: line {line}: {wrong[2]}; correct it, or pass the expanded command after --")
     return [part for command in found for part in inner(command, name)]
 
 
 def trains(commands: list[list[str]]) -> bool:
     """Return True where a command starts the training of a known framework, or a Python file."""
-    return any(
-        find_program(words) or python_file(words) or any(shell in words for shell in SHELLS) for words in commands
-    )
+    for words in commands:
+        if find_program(words) or python_file(words):
+            return True
+        if any(shell in words for shell in SHELLS):
+            return True
+    return False
 
 
-def expanded(script: str, name: str, words: list[str], variables: dict[str, str]) -> tuple[list[list[str]], str]:
+def expanded(
+    script: str,
+    name: str,
+    words: list[str],
+    variables: dict[str, str],
+) -> tuple[list[list[str]], str]:
     """Return (the words of every command, what bash wrote to standard error) of a script."""
-    env = {key: value for key, value in os.environ.items() if key not in INHERITED and "BASH_FUNC" not in key}
+    env = {}
+    for key, value in os.environ.items():
+        if key not in INHERITED and "BASH_FUNC" not in key:
+            env[key] = value
     env |= variables
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as record:
         text = f"exec 3>&{record.fileno()}\n{RECORDER.read_text(encoding='utf-8')}\n{script}"
@@ -223,7 +260,9 @@ def expanded(script: str, name: str, words: list[str], variables: dict[str, str]
         except subprocess.TimeoutExpired as error:
             raise Unreadable(f"{name}: bash did not finish within {SECONDS:g} s; pass the command after --") from error
         record.seek(0)
-        commands = [part.split("\0")[:-1] for part in record.read().decode(errors="replace").split("\1\0")[:-1]]
+        recorded = record.read().decode(errors="replace")
+        parts = recorded.split("\1\0")[:-1]
+        commands = [part.split("\0")[:-1] for part in parts]
     return commands, done.stderr.decode(errors="replace")
 
 
@@ -232,12 +271,12 @@ def inner(
     name: str,
 ) -> list[list[str]]:
     """Return the commands of ``bash -c TEXT`` in a command line, or else the command line itself."""
-    for shell, option, text in zip(words, words[1:], words[2:], strict=False):
-        if (
-            shell.rpartition("/")[2] in ("bash", "sh")
-            and option in ("-c", "-lc", "-ec")
-            and find_program(words) is None
-        ):
+    if find_program(words) is not None:
+        return [words]
+    triples = zip(words, words[1:], words[2:], strict=False)
+    for program, option, text in triples:
+        shell = program.rpartition("/")[2]
+        if shell in ("bash", "sh") and option in ("-c", "-lc", "-ec"):
             return expand(text, name)
     return [words]
 
@@ -261,8 +300,12 @@ def find_program(words: list[str]) -> tuple[str, int] | None:
 
 def other_program(words: list[str]) -> bool:
     """Return True for a command line whose program does something else than reinforcement learning."""
-    pair = any(first == "trl" and second != "grpo" for first, second in itertools.pairwise(words))
-    return find_program(words) is None and (pair or any(OTHER.match(word) for word in words))
+    if find_program(words) is not None:
+        return False
+    for first, second in itertools.pairwise(words):
+        if first == "trl" and second != "grpo":
+            return True
+    return any(OTHER.match(word) for word in words)
 
 
 def python_file(words: list[str]) -> tuple[str, int] | None:
@@ -275,8 +318,10 @@ def python_file(words: list[str]) -> tuple[str, int] | None:
 
 def own_words(words: list[str]) -> list[str]:
     """Return the words up to the next command of a list such as ``setup && train && evaluate``."""
-    end = next((i for i, word in enumerate(words) if word in STOP), len(words))
-    return words[:end]
+    for i, word in enumerate(words):
+        if word in STOP:
+            return words[:i]
+    return words
 
 
 def command_of(
@@ -322,20 +367,25 @@ def pairs(words: list[str]) -> Iterator[tuple[str, Any]]:
                 i += 1
             yield name.replace("-", "_"), tuple_of(values)
         elif path := HYDRA.fullmatch(word):
-            yield path[2], None if path[1] == "~" else value_of(path[3])
+            deleted = path[1] == "~"
+            yield path[2], None if deleted else value_of(path[3])
         elif word.endswith((".yaml", ".yml")):
             yield "config", word
 
 
 def is_name(word: str) -> bool:
     """Return True for a word that begins another setting."""
-    return (word.startswith("--") and len(word) > 2) or bool(re.match(r"(\+\+|\+|~)?[a-z_]\w*\.[\w.]+=", word))
+    if word.startswith("--"):
+        return len(word) > 2
+    return re.match(r"(\+\+|\+|~)?[a-z_]\w*\.[\w.]+=", word) is not None
 
 
 def tuple_of(texts: list[str]) -> Any:
     """Return the value of an option: True without one, one value, or a list."""
     values = [value_of(text) for text in texts]
-    return True if not values else values[0] if len(values) == 1 else values
+    if not values:
+        return True
+    return values[0] if len(values) == 1 else values
 
 
 # --------------------------------------------------------------------------------------------------------------- Python
@@ -379,12 +429,14 @@ def names_in(tree: ast.Module, command: Command) -> dict[str, ast.expr]:
             names.setdefault(node.target.id, node.value)
         if isinstance(node, ast.ImportFrom | ast.Import):
             for alias in node.names:
-                names.setdefault(alias.asname or alias.name, ast.Constant(alias.name.rpartition(".")[2]))
+                last = alias.name.rpartition(".")[2]
+                names.setdefault(alias.asname or alias.name, ast.Constant(last))
         if isinstance(node, ast.FunctionDef):
             names.setdefault(node.name, ast.Constant(node.name))
-            every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs]
             command.functions[node.name] = [argument.arg for argument in every]
-            for argument, default in argument_defaults(node.args):
+            for argument, default in argument_defaults(given):
                 names.setdefault(argument, default)
         if isinstance(node, ast.ClassDef):
             for line in node.body:
@@ -397,35 +449,51 @@ def names_in(tree: ast.Module, command: Command) -> dict[str, ast.expr]:
 def argument_defaults(arguments: ast.arguments) -> list[tuple[str, ast.expr]]:
     """Return (name, default) of the arguments of a function that have one."""
     plain = [*arguments.posonlyargs, *arguments.args]
-    found = list(zip(plain[len(plain) - len(arguments.defaults) :], arguments.defaults, strict=True))
-    found += [pair for pair in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if pair[1] is not None]
+    required = len(plain) - len(arguments.defaults)
+    found = list(zip(plain[required:], arguments.defaults, strict=True))
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    found += [pair for pair in by_name if pair[1] is not None]
     return [(argument.arg, default) for argument, default in found]
 
 
 def add_field(line: ast.stmt, names: dict[str, ast.expr]) -> None:
     """Add a field of a class with its default, also that of ``field(default=...)``."""
-    target = (
-        line.target if isinstance(line, ast.AnnAssign) else line.targets[0] if isinstance(line, ast.Assign) else None
-    )
-    value = getattr(line, "value", None)
-    if not isinstance(target, ast.Name) or value is None:
+    if isinstance(line, ast.AnnAssign):
+        target = line.target
+    elif isinstance(line, ast.Assign):
+        target = line.targets[0]
+    else:
         return
-    if isinstance(value, ast.Call) and name_of(value.func).rpartition(".")[2] in ("field", "Field"):
-        value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    value = line.value
+    if not isinstance(target, ast.Name):
+        return
+    if isinstance(value, ast.Call):
+        called = name_of(value.func).rpartition(".")[2]
+        if called in ("field", "Field"):
+            value = keywords_of(value).get("default")
     if value is not None:
         names.setdefault(f".{target.id}", value)
 
 
 def add_option(call: ast.Call, names: dict[str, ast.expr]) -> None:
     """Add the default of ``add_argument("--name", default=...)``; False of a switch."""
-    words = [item.value for item in call.args if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    constants = [item.value for item in call.args if isinstance(item, ast.Constant)]
+    words = [value for value in constants if isinstance(value, str)]
     long = next((word for word in words if word.startswith("--")), None)
-    given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if long is None:
         return
-    switch = ast.Constant(False) if getattr(given.get("action"), "value", "") == "store_true" else None
-    if (default := given.get("default", switch)) is not None:
-        names.setdefault(f".{long[2:].replace('-', '_')}", default)
+    given = keywords_of(call)
+    action = getattr(given.get("action"), "value", "")
+    switch = ast.Constant(False) if action == "store_true" else None
+    default = given.get("default", switch)
+    if default is not None:
+        attribute = long[2:].replace("-", "_")
+        names.setdefault(f".{attribute}", default)
+
+
+def keywords_of(call: ast.Call) -> dict[str, ast.expr]:
+    """Return name -> expression of the keyword arguments of a call, without ``**mapping``."""
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def read_arguments(
@@ -437,7 +505,10 @@ def read_arguments(
     """Add the keyword arguments of a call. What is no literal is noted, and so are ``args``, which was read before."""
     given: list[tuple[str, ast.expr]] = []
     for keyword in call.keywords:
-        given += [(keyword.arg, keyword.value)] if keyword.arg else entries(keyword.value, names)
+        if keyword.arg:
+            given.append((keyword.arg, keyword.value))
+        else:
+            given += entries(keyword.value, names)
     if not prefix and call.args and not is_ellipsis(call.args[0]):
         given.insert(0, ("output_dir", call.args[0]))
     for name, node in given:
@@ -446,23 +517,27 @@ def read_arguments(
         try:
             command.settings[prefix + name] = literal(node, names)
         except ValueError:
-            command.notes.append(f"{prefix}{name} = {ast.unparse(node)[:60]} is computed when the file runs")
+            shown = ast.unparse(node)[:60]
+            command.notes.append(f"{prefix}{name} = {shown} is computed when the file runs")
 
 
-def entries(node: ast.expr, names: dict[str, ast.expr]) -> list[tuple[str, ast.expr]]:
+def entries(
+    node: ast.expr,
+    names: dict[str, ast.expr],
+) -> list[tuple[str, ast.expr]]:
     """Return (name, value) of ``**mapping`` in a call, where the mapping is ``dict(...)`` or ``{...}``."""
     for _ in range(20):
         if not (isinstance(node, ast.Name) and node.id in names):
             break
         node = names[node.id]
     if isinstance(node, ast.Call) and name_of(node.func) == "dict":
-        return [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
+        return list(keywords_of(node).items())
+    found = []
     if isinstance(node, ast.Dict):
-        found = zip(node.keys, node.values, strict=True)
-        return [
-            (key.value, value) for key, value in found if isinstance(key, ast.Constant) and isinstance(key.value, str)
-        ]
-    return []
+        for key, value in zip(node.keys, node.values, strict=True):
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                found.append((key.value, value))
+    return found
 
 
 def is_ellipsis(node: ast.expr) -> bool:
@@ -484,56 +559,105 @@ def literal(
 
     load_dataset(NAME, CONFIGURATION, split=SPLIT) becomes NAME:CONFIGURATION@SPLIT, a function its name.
     """
-    if depth > 20:
+    if depth > 20 or is_ellipsis(node):
         raise ValueError
+
+    def value_at(part: ast.expr) -> Any:
+        return literal(part, names, depth + 1)
+
     if isinstance(node, ast.Name) and node.id in names:
-        return literal(names[node.id], names, depth + 1)
+        return value_at(names[node.id])
     if isinstance(node, ast.List | ast.Tuple):
-        return [literal(item, names, depth + 1) for item in node.elts]
-    if isinstance(node, ast.Attribute) and name_of(node).partition(".")[0] in ("torch", "rewards", "trl"):
-        return node.attr  # a type, or a function of a module
-    if isinstance(node, ast.Attribute) and f".{node.attr}" in names:  # an option, a field, an attribute
-        return literal(names[f".{node.attr}"], names, depth + 1)
-    if is_ellipsis(node):
-        raise ValueError
-    if isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
-        both = [literal(side, names, depth + 1) for side in (node.left, node.right)]
-        if not all(isinstance(x, int | float) for x in both) or (both[1] == 0 and not isinstance(node.op, ast.Add)):
-            raise ValueError
-        return ARITHMETIC[type(node.op)](*both)
-    if isinstance(node, ast.IfExp):
-        return literal(node.body if literal(node.test, names, depth + 1) else node.orelse, names, depth + 1)
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARISONS:
-        both = [literal(side, names, depth + 1) for side in (node.left, node.comparators[0])]
-        return COMPARISONS[type(node.ops[0])](*both)
-    if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
-        return next((x for x in (literal(side, names, depth + 1) for side in node.values) if x), None)
+        return [value_at(item) for item in node.elts]
+    if isinstance(node, ast.Attribute):
+        module = name_of(node).partition(".")[0]
+        if module in ("torch", "rewards", "trl"):
+            return node.attr  # a type, or a function of a module
+        known = names.get(f".{node.attr}")
+        if known is not None:  # an option, a field, an attribute
+            return value_at(known)
+    if isinstance(node, ast.BinOp | ast.Compare | ast.BoolOp | ast.IfExp):
+        return operation(node, value_at)
     if isinstance(node, ast.JoinedStr):
         parts = [p.value if isinstance(p, ast.FormattedValue) else p for p in node.values]
-        return "".join(str(literal(part, names, depth + 1)) for part in parts)
+        texts = [str(value_at(part)) for part in parts]
+        return "".join(texts)
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        inner = literal(node.value, names, depth + 1)
-        if isinstance(inner, str) and isinstance(node.slice.value, str) and isinstance(node.value, ast.Name | ast.Call):
-            return f"{inner.partition('@')[0]}@{node.slice.value}"
+        inner = value_at(node.value)
+        split = node.slice.value
+        of_data = isinstance(node.value, ast.Name | ast.Call)
+        if of_data and isinstance(inner, str) and isinstance(split, str):
+            name = inner.partition("@")[0]
+            return f"{name}@{split}"
     if isinstance(node, ast.Call):
-        called = name_of(node.func).rpartition(".")[2] or getattr(node.func, "attr", "")
-        arguments = [literal(item, names, depth + 1) for item in node.args[:2] if not isinstance(item, ast.Lambda)]
-        if called == "load_dataset":
-            return dataset_name(arguments, {k.arg: literal(k.value, names, depth + 1) for k in node.keywords if k.arg})
-        if called in SAME_DATA:
-            return literal(node.func.value, names, depth + 1)
-        if called in ("get", "getenv") and len(arguments) == 2:  # os.environ.get(NAME, DEFAULT)
-            return arguments[1]
-        if called in ("str", "Path", "int", "float") and len(arguments) == 1:
-            return arguments[0]
-        if called == "from_pretrained" and arguments:
-            return arguments[0]
-        if called.startswith("get_") and called != "get_peft_config":
-            return called  # a reward function that another one makes
+        return result_of(node, value_at)
+    return evaluated(node)
+
+
+def evaluated(node: ast.expr) -> Any:
+    """Return the value of a constant. Raises ValueError for anything else."""
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         raise ValueError from None
+
+
+def operation(
+    node: ast.BinOp | ast.Compare | ast.BoolOp | ast.IfExp,
+    value_at: Callable[[ast.expr], Any],
+) -> Any:
+    """Return the value of an operation by the values of its parts. Raises ValueError where it is not known."""
+    if isinstance(node, ast.IfExp):
+        chosen = node.body if value_at(node.test) else node.orelse
+        return value_at(chosen)
+    if isinstance(node, ast.BoolOp):
+        if not isinstance(node.op, ast.Or):
+            raise ValueError
+        values = (value_at(side) for side in node.values)
+        return next((value for value in values if value), None)
+    if isinstance(node, ast.Compare):
+        compare = COMPARISONS.get(type(node.ops[0]))
+        if compare is None or len(node.ops) > 1:
+            raise ValueError
+        left = value_at(node.left)
+        return compare(left, value_at(node.comparators[0]))
+    compute = ARITHMETIC.get(type(node.op))
+    if compute is None:
+        raise ValueError
+    left = value_at(node.left)
+    right = value_at(node.right)
+    if not isinstance(left, int | float) or not isinstance(right, int | float):
+        raise ValueError
+    if right == 0 and not isinstance(node.op, ast.Add):
+        raise ValueError
+    return compute(left, right)
+
+
+def result_of(
+    node: ast.Call,
+    value_at: Callable[[ast.expr], Any],
+) -> Any:
+    """Return what stands for the result of a call: a data set, a default, or a name. Raises ValueError otherwise."""
+    called = name_of(node.func).rpartition(".")[2]
+    if not called:
+        called = getattr(node.func, "attr", "")
+    plain = [item for item in node.args[:2] if not isinstance(item, ast.Lambda)]
+    arguments = [value_at(item) for item in plain]
+    if called == "load_dataset":
+        given = keywords_of(node)
+        keywords = {name: value_at(part) for name, part in given.items()}
+        return dataset_name(arguments, keywords)
+    if called in SAME_DATA:
+        return value_at(node.func.value)
+    if called in ("get", "getenv") and len(arguments) == 2:  # os.environ.get(NAME, DEFAULT)
+        return arguments[1]
+    if called in ("str", "Path", "int", "float") and len(arguments) == 1:
+        return arguments[0]
+    if called == "from_pretrained" and arguments:
+        return arguments[0]
+    if called.startswith("get_") and called != "get_peft_config":
+        return called  # a reward function that another one makes
+    return evaluated(node)
 
 
 def dataset_name(
@@ -544,8 +668,15 @@ def dataset_name(
     name = keywords.get("path") or arguments[0]
     files = keywords.get("data_files")
     if name in ("json", "parquet", "csv") and files:
-        files = next(iter(files.values())) if isinstance(files, dict) else files
+        if isinstance(files, dict):
+            files = next(iter(files.values()))
         return files if isinstance(files, str) else ",".join(files)
-    configuration = keywords.get("name") or (arguments[1] if len(arguments) > 1 else None)
+    second = arguments[1] if len(arguments) > 1 else None
+    configuration = keywords.get("name") or second
     split = keywords.get("split")
-    return f"{name}{f':{configuration}' if configuration else ''}{f'@{split}' if split else ''}"
+    found = str(name)
+    if configuration:
+        found += f":{configuration}"
+    if split:
+        found += f"@{split}"
+    return found

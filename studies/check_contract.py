@@ -36,6 +36,14 @@ ORIGINS = {
 LAST = ("token_loss", ("main", "7"), "main")
 
 
+def normalized(values: Tensor) -> Tensor:
+    """Return values with mean 0 and variance 1, [N]."""
+    centered = values - values.mean()
+    correction = min(1, len(values) - 1)  # the variance of a single value is 0
+    variance = values.var(correction=correction)
+    return centered / (variance + 1e-8).sqrt()
+
+
 class Oracle:
     """Expected value of each field of ``Tokens``, from plain forward passes and the script's own functions."""
 
@@ -50,9 +58,10 @@ class Oracle:
         self.found = found
         self.args = args
         self.model = model
-        self.logprobs = [self.plain(step, step, args.temperature) for step in range(len(found.updates))]
-        self.untempered = [self.plain(step, step, 1.0) for step in range(len(found.updates))]
-        self.reference = [self.plain(step, 0, args.temperature) for step in range(len(found.updates))]
+        steps = range(len(found.updates))
+        self.logprobs = [self.plain(step, step, args.temperature) for step in steps]
+        self.untempered = [self.plain(step, step, 1.0) for step in steps]
+        self.reference = [self.plain(step, 0, args.temperature) for step in steps]
 
     @torch.no_grad()
     def plain(
@@ -62,7 +71,9 @@ class Oracle:
         temperature: float,
     ) -> Tensor:
         """Log-probs of a step's tokens by the weights of a version, [N]."""
-        self.model.load_state_dict({k: v.double() for k, v in self.found.weights[version].items()}, strict=False)
+        recorded = self.found.weights[version]
+        weights = {name: weight.double() for name, weight in recorded.items()}
+        self.model.load_state_dict(weights, strict=False)
         parts = []
         for sample in self.found.samples[step]:
             ids = sample.response_ids.tolist()
@@ -80,7 +91,8 @@ class Oracle:
         samples, script, args = self.found.samples[step], self.subject.script, self.args
         if not hasattr(script, "group_advantages"):
             return self.whitened(step)
-        rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(-1, fixed_samples.GROUP)
+        scores = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+        rewards_PG = scores.view(-1, fixed_samples.GROUP)
         lengths = torch.tensor([s.length for s in samples])
         kind, eps = args.advantage_normalization_type, args.advantage_eps
 
@@ -90,7 +102,8 @@ class Oracle:
         right = per_token(script.group_advantages(rewards_PG, kind, eps))
         coefficient = args.kl_coefficients[1]
         own = self.kl_in_reward(step)
-        penalty = torch.cat([x.flip(0).cumsum(0).flip(0) for x in own.split(lengths.tolist())])
+        by_response = own.split(lengths.tolist())
+        penalty = torch.cat([x.flip(0).cumsum(0).flip(0) for x in by_response])
         whole = per_token((rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + eps))
         scaled = rewards_PG - rewards_PG.mean(1, keepdim=True)
         over_batch = per_token(scaled / (scaled.std() + eps))
@@ -109,14 +122,17 @@ class Oracle:
     def kl_in_reward(self, step: int) -> Tensor:
         """The coefficient times the KL of each token, [N]; 0 for the KL over the vocabulary, which is not computed."""
         kind = self.args.kl_reward_estimator
-        if kind == "full" or self.args.kl_coefficients[1] == 0:
+        coefficient = self.args.kl_coefficients[1]
+        if kind == "full" or coefficient == 0:
             return torch.zeros_like(self.logprobs[step])
         old, ref = self.logprobs[step], self.reference[step]
-        return self.args.kl_coefficients[1] * kl_reward(old, ref, torch.ones_like(old).bool(), estimator=kind)
+        every = torch.ones_like(old).bool()
+        return coefficient * kl_reward(old, ref, every, estimator=kind)
 
     def whitened(self, step: int) -> dict[str, Tensor]:
         """The advantages of ppo.py: those that ``gae`` returned, normalized as --adv_norm says."""
-        call = self.found.calls[step].get("gae") if step < len(self.found.calls) else None
+        calls = self.found.calls[step] if step < len(self.found.calls) else {}
+        call = calls.get("gae")
         kind = getattr(self.args, "adv_norm", None)
         if call is None or kind is None:
             return {}
@@ -126,15 +142,15 @@ class Oracle:
         known = {"": plain, "not whitened": plain}
         if kind in parts:
             own = plain.split(parts[kind])
-            known[""] = torch.cat([(x - x.mean()) / (x.var(correction=min(1, len(x) - 1)) + 1e-8).sqrt() for x in own])
+            known[""] = torch.cat([normalized(part) for part in own])
         return known
 
     def weights(self, step: int, k: int) -> Tensor:
         """The weights of all tokens in an optimizer step, [N]."""
         samples, args = self.found.samples[step], self.args
         in_loss = self.found.in_loss[step]
-        every = range(len(samples))
-        groups = sorted({samples[i].prompt_id for i in (every if self.found.critic[step] else in_loss)})
+        learned_from = range(len(samples)) if self.found.critic[step] else in_loss
+        groups = sorted({samples[i].prompt_id for i in learned_from})
         chosen = []
         for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
             members = utils.mini_batch(groups, step + 1, epoch, mini, args)
@@ -149,7 +165,8 @@ class Oracle:
     def expected(self, step: int, k: int) -> dict[str, dict[str, Tensor]]:
         """Field of Tokens -> what it has to be, under "", and what else it may be by mistake."""
         now = self.found.updates[step][k].tokens["logprobs_T"]
-        sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in self.found.samples[step]]).double()
+        samples = self.found.samples[step]
+        sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in samples]).double()
         before, bare, ref = self.logprobs[step], self.untempered[step], self.reference[step]
         others = {
             "the sampler's log-probs": sampler,
@@ -211,7 +228,11 @@ def check_contract(
 def fraction(a: Tensor, b: Tensor) -> float:
     """Fraction of equal numbers among those that both have. Not all are when an array is shifted that has gaps."""
     known = ~(a.isnan() | b.isnan())
-    return ((a - b).abs()[known] <= CLOSE * b[known].abs().max()).double().mean().item() if known.any() else 0.0
+    if not known.any():
+        return 0.0
+    apart = (a - b).abs()[known]
+    allowed = CLOSE * b[known].abs().max()
+    return (apart <= allowed).double().mean().item()
 
 
 def judge(
@@ -228,13 +249,17 @@ def judge(
     if apart <= CLOSE:
         return None
     for name, other in values.items():
-        shifted = name.startswith("shifted") and fraction(ours, other) > 0.7 and fraction(ours, values[""]) < 0.5
+        shifted = False
+        if name.startswith("shifted"):
+            shifted = fraction(ours, other) > 0.7 and fraction(ours, values[""]) < 0.5
         if shifted or (name and relative(ours, other) <= CLOSE and relative(other, values[""]) > CLOSE):
             verb = "is" if name.startswith(("the ", "0")) else "are" if field in ("advantages_T", "weights_T") else "is"
             return FAIL, f"{verb} {name}"
     if field in ("advantages_T", "weights_T") and ours.shape == values[""].shape:
         known = counted & ~values[""].isnan()
-        if relative(ours[known].sort().values, values[""][known].sort().values) <= CLOSE:
+        sorted_ours = ours[known].sort().values
+        sorted_right = values[""][known].sort().values
+        if relative(sorted_ours, sorted_right) <= CLOSE:
             return FAIL, "are those of other tokens"
     if field == "advantages_T" and not ours[counted].any():
         return NOTE, "is 0: the reward is not learned from"
@@ -251,17 +276,21 @@ def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Findin
         wrong = ""
         if (call := calls.get("gae")) and {"rewards_N", "gamma", "lam", "offsets"} <= call.given.keys():
             rewards = torch.zeros(offsets[-1], dtype=torch.float64)
-            rewards[torch.tensor(offsets[1:]) - 1] = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+            last = torch.tensor(offsets[1:]) - 1
+            scores = [s.reward for s in samples]
+            rewards[last] = torch.tensor(scores, dtype=torch.float64)
             penalty = oracle.kl_in_reward(step)
-            apart = relative(call.given["rewards_N"].double(), rewards - penalty)
+            given = call.given["rewards_N"].double()
+            right = rewards - penalty
+            apart = relative(given, right)
             if (call.given["gamma"], call.given["lam"]) != (args.gamma, args.gae_lambda):
                 wrong = f"gae gets gamma {call.given['gamma']:g} and lambda {call.given['lam']:g}, and the flags are "
                 wrong += f"{args.gamma:g} and {args.gae_lambda:g}"
             elif list(call.given["offsets"]) != list(offsets):
                 wrong = "gae gets other offsets than those of the responses"
-            elif apart > CLOSE and relative(call.given["rewards_N"].double(), rewards + penalty) <= CLOSE:
+            elif apart > CLOSE and relative(given, rewards + penalty) <= CLOSE:
                 wrong = "the KL in the reward has the wrong sign: it rewards the distance from the reference"
-            elif apart > CLOSE and relative(call.given["rewards_N"].double().roll(-1), rewards - penalty) <= CLOSE:
+            elif apart > CLOSE and relative(given.roll(-1), right) <= CLOSE:
                 wrong = "gae gets rewards that are shifted by one token"
             elif apart > CLOSE and args.kl_reward_estimator != "full":
                 wrong = (
@@ -288,10 +317,10 @@ def wrong_targets(critic: Call, estimates: Call) -> str:
     if relative(values, old) > CLOSE:
         return "the critic's old values are not those of the critic before its update"
     known = estimates.given["values_N"].double(), estimates.returned[1].double()
-    apart = [
-        (a[:, None] - b[None]).abs() / b.abs().max().clamp(min=1e-12)
-        for a, b in zip((old, targets), known, strict=True)
-    ]
+    apart = []
+    for a, b in zip((old, targets), known, strict=True):
+        largest = b.abs().max().clamp(min=1e-12)
+        apart.append((a[:, None] - b[None]).abs() / largest)
     if torch.maximum(*apart).amin(1).max() > CLOSE:
         return "the critic's targets are not the returns of their tokens"
     return ""
@@ -303,19 +332,25 @@ def check_backward(subject: Subject, oracle: Oracle) -> list[Finding]:
     args = oracle.args
     where = subject.first_place(("main", "7"), "main", "token_loss")
     counted = update.tokens["weights_T"].nan_to_num() != 0
-    total = (update.tokens["loss_T"] * update.tokens["weights_T"])[counted].sum().item()
+    weighted = update.tokens["loss_T"] * update.tokens["weights_T"]
+    total = weighted[counted].sum().item()
     findings = []
     if abs(update.loss - total) > CLOSE * max(abs(total), abs(update.loss)):
         text = f"main backpropagates {update.loss:.4g}, and the sum of token_loss times weights is {total:.4g}"
         findings.append(Finding(2, "loss in main", NOTE, text, where))
     plain = args.entropy_coeff == 0 and "full_kl_T" not in update.tokens
     names = dict(oracle.model.named_parameters())
-    recorded = {name.removeprefix("model.").removeprefix("module."): g for name, g in update.gradient.items()}
+    recorded = {}
+    for name, gradient in update.gradient.items():
+        own_name = name.removeprefix("model.").removeprefix("module.")
+        recorded[own_name] = gradient
     expected = expected_gradient(subject, oracle, update) if plain else {}
     shared = {name for name in expected if name in recorded}
     if not plain or not shared or len(shared) < len(names) - 1:
         return findings
-    apart = gradients_apart({n: recorded[n] for n in shared}, {n: expected[n] for n in shared})
+    from_main = {name: recorded[name] for name in shared}
+    by_hand = {name: expected[name] for name in shared}
+    apart = gradients_apart(from_main, by_hand)
     dead = [name for name in shared if not recorded[name].any() and expected[name].any()]
     if dead:
         text = f"{len(dead)} of {len(shared)} parameters get no gradient from main, among them {dead[0]}"
@@ -347,9 +382,11 @@ def expected_gradient(
     if not loss_T.requires_grad:
         return {}
     slopes = torch.zeros(len(counted), dtype=torch.float64)
-    slopes[counted] = torch.autograd.grad((loss_T * known["weights_T"]).sum(), known["logprobs_T"])[0]
+    total = (loss_T * known["weights_T"]).sum()
+    slopes[counted] = torch.autograd.grad(total, known["logprobs_T"])[0]
     model = oracle.model
-    model.load_state_dict({k: v.double() for k, v in oracle.found.weights[0].items()}, strict=False)
+    weights = {name: weight.double() for name, weight in oracle.found.weights[0].items()}
+    model.load_state_dict(weights, strict=False)
     model.zero_grad()
     samples = oracle.found.samples[0]
     for sample, (start, end) in zip(
@@ -366,5 +403,6 @@ def expected_gradient(
             ids,
             oracle.args.temperature,
         )
-        (logprobs[torch.from_numpy(sample.own())] * slopes[start:end]).sum().backward()
+        own = logprobs[torch.from_numpy(sample.own())]
+        (own * slopes[start:end]).sum().backward()
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}

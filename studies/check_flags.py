@@ -29,7 +29,9 @@ from kl_estimators import make_tokens
 def other_values(script: ModuleType, name: str, value: Any) -> list[Any]:
     """Values that a flag may also have, by its type."""
     kind = typing.get_type_hints(script.Args)[name]
-    options = typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+    is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    options = typing.get_args(kind) if is_union else (kind,)
+    number = value or 0
     found: list[Any] = []
     for option in options:
         if typing.get_origin(option) is Literal:
@@ -37,14 +39,17 @@ def other_values(script: ModuleType, name: str, value: Any) -> list[Any]:
         elif option is bool:
             found += [True, False]
         elif option is int:
-            found += [(value or 0) + 1, 2 * (value or 0) + 3]
+            found += [number + 1, 2 * number + 3]
         elif option is float:
-            found += [(value or 0.0) / 2, 2 * (value or 0.0) + 0.1, 0.5, 3.0, 1e-3]
+            found += [number / 2, 2 * number + 0.1]
+            found += [0.5, 3.0, 1e-3]
         elif option is str:
             found += [f"{value or ''} changed"]
         elif typing.get_origin(option) is tuple and float in typing.get_args(option):
-            size = len(value) if value else len(typing.get_args(option))
-            found += [(0.9, 1.1, 1.2)[:size], tuple(2 * x + 0.1 for x in value or (0.5,) * size)]
+            size = len(value or typing.get_args(option))
+            before = value or (0.5,) * size
+            found.append((0.9, 1.1, 1.2)[:size])
+            found.append(tuple(2 * x + 0.1 for x in before))
     return [x for x in found if x != value or type(x) is not type(value)]
 
 
@@ -63,7 +68,9 @@ def outputs(script: ModuleType, args: Any) -> dict[str, Tensor]:
     """Return the results of the algorithm's functions on fixed inputs, by name: stale samples and a strange sampler."""
     draw = torch.Generator().manual_seed(5)
     names = ("logprobs_T", "old_T", "ref_T", "sampler_T")
-    known = {name: -2 + torch.randn(256, generator=draw, dtype=torch.float64) for name in names}
+    known = {}
+    for name in names:
+        known[name] = torch.randn(256, generator=draw, dtype=torch.float64) - 2
     known["advantages_T"] = torch.randn(256, generator=draw, dtype=torch.float64)
     known["entropy_T"] = torch.rand(256, generator=draw, dtype=torch.float64)
     known["response_T"] = torch.arange(256) // 4
@@ -72,7 +79,9 @@ def outputs(script: ModuleType, args: Any) -> dict[str, Tensor]:
     for name, beta in (("the loss", 0.0), ("the loss with a KL", 0.3)):
         tokens = make_tokens(script, **known, full_kl_T=(leaf - known["ref_T"]).square())
         loss_T, _ = script.token_loss(tokens, beta, args)
-        slope_T = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)[0] if loss_T.requires_grad else None
+        slope_T = None
+        if loss_T.requires_grad:
+            (slope_T,) = torch.autograd.grad(loss_T.sum(), leaf, allow_unused=True)
         found[name] = loss_T.detach()
         found[f"the gradient of {name}"] = torch.zeros(1) if slope_T is None else slope_T
     samples = [loss_table.response_of(size) for size in (3, 9, 1, 5)]
@@ -89,12 +98,22 @@ def outputs(script: ModuleType, args: Any) -> dict[str, Tensor]:
 
 def alike(a: Tensor, b: Tensor) -> bool:
     """Return True for equal values up to rounding, NaN included."""
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+    if a.shape != b.shape:
+        return False
+    return torch.allclose(
+        a.double(),
+        b.double(),
+        rtol=1e-6,
+        atol=1e-9,
+        equal_nan=True,
+    )
 
 
 def settings_of(args: Any) -> list[Any]:
     """The given flags, and two settings in which others of them matter."""
-    return [args, with_flags(args, kl_gradient="naive"), with_flags(args, kl_estimator="k3", loss_norm="constant")]
+    naive = with_flags(args, kl_gradient="naive")
+    constant = with_flags(args, kl_estimator="k3", loss_norm="constant")
+    return [args, naive, constant]
 
 
 def effects(script: ModuleType, args: Any, name: str) -> list[bool | None]:
@@ -110,7 +129,7 @@ def effects(script: ModuleType, args: Any, name: str) -> list[bool | None]:
             changed = accepted(script, base, name, value)
             if changed is not None and not changes:
                 after = outputs(script, changed)
-                changes = not all(torch.equal(before[key], after[key]) for key in before)
+                changes = differ(before, after)
         found.append(changes)
     return found
 
@@ -162,7 +181,11 @@ def check_known(subject: Subject, known: list[str]) -> list[Finding]:
     findings = []
     where = subject.first_place("token_loss", "importance_weights", "loss_weights", "group_advantages", "value_loss")
     pairs = list(zip(settings_of(subject.args), settings_of(subject.base_args), strict=True))
-    plain = [(outputs(subject.script, args), outputs(subject.base, base_args)) for args, base_args in pairs]
+    plain = []
+    for args, base_args in pairs:
+        ours = outputs(subject.script, args)
+        theirs = outputs(subject.base, base_args)
+        plain.append((ours, theirs))
     for name in own_flags(subject.script):
         if name in known and (text := other_meaning(subject, name, pairs, plain)):
             findings.append(Finding(6, f"--{name}", FAIL, text, where))
@@ -192,12 +215,15 @@ def other_meaning(subject: Subject, name: str, pairs: list[tuple], plain: list[t
             wrong = next((key for key in same if not alike(found[key], after[key])), None)
             if wrong and not text and not name.startswith("kl_"):
                 shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                swapped = next((other for other in own_flags(subject.base) if swaps(subject, name, other, value)), "")
+                others = own_flags(subject.base)
+                swapped = next((other for other in others if swaps(subject, name, other, value)), "")
                 text = f"{shown} changes {wrong} in another way than in {subject.base_name}"
                 text += f", but as --{swapped} does there" if swapped else ""
         changes |= moved[0] is True
         lost |= moved[0] is False
-    return f"changes the loss of {subject.base_name}, and does nothing here" if lost and not changes else text
+    if lost and not changes:
+        return f"changes the loss of {subject.base_name}, and does nothing here"
+    return text
 
 
 def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -219,13 +245,24 @@ def swaps(subject: Subject, name: str, other: str, value: Any) -> bool:
     return all(alike(ours[key], theirs[key]) for key in theirs)
 
 
+def line_of(subject: Subject, name: str, text: str) -> str:
+    """Return the place that declares a flag, "" where no line does."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip().startswith(f"{name}:"):
+            return f"{subject.name}:{number}"
+    return ""
+
+
 def try_flag(
-    subject: Subject, laboratory: Laboratory, recorded: dict[str, Recorded], name: str, lanes: int, text: str
+    subject: Subject,
+    laboratory: Laboratory,
+    recorded: dict[str, Recorded],
+    name: str,
+    lanes: int,
+    text: str,
 ) -> Finding:
     """Runs with other values of an added flag next to the run without."""
-    line = next(
-        (f"{subject.name}:{k}" for k, x in enumerate(text.splitlines(), 1) if x.strip().startswith(f"{name}:")), ""
-    )
+    line = line_of(subject, name, text)
     tried = []
     for plain, noise in (("rich", True), ("plain", False)):
         before = recorded.get(plain)

@@ -49,7 +49,9 @@ def numbers(name: str, value: Any) -> list[tuple[str, np.ndarray | str]]:
     """The tensors and arrays in a value as arrays, the rest as JSON, each with a name."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        value = (value.float() if value.dtype.itemsize == 2 else value).numpy()  # NumPy has no bf16
+        if value.dtype.itemsize == 2:
+            value = value.float()  # NumPy has no bf16
+        value = value.numpy()
     if dataclasses.is_dataclass(value):
         value = vars(value)
     if isinstance(value, tuple):
@@ -162,7 +164,8 @@ def in_engine(_, engine, *__) -> dict[str, Any]:
 
 
 def repeatable(_, metrics: dict[str, Any], *__) -> dict[str, Any]:
-    return {name: x for name, x in metrics.items() if x is not None and not name.startswith(UNEQUAL)}
+    known = {name: x for name, x in metrics.items() if x is not None}
+    return {name: x for name, x in known.items() if not name.startswith(UNEQUAL)}
 
 
 class Tracer:
@@ -177,7 +180,8 @@ class Tracer:
         if threading.current_thread() is not threading.main_thread():
             return
         found = numbers("", values)
-        self.pipe.send((self.step, phase, [(name, digest(value)) for name, value in found]))
+        digests = [(name, digest(value)) for name, value in found]
+        self.pipe.send((self.step, phase, digests))
         while (wanted := self.pipe.recv()) is not None:
             self.pipe.send(found[wanted][1])
 
@@ -250,7 +254,10 @@ def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> 
 
     def begin_and_watch(*given):
         run = begin(*given)  # imports --external_lib, which may change what is watched
-        done = json.loads((run.start / "state.json").read_text())["step"] if run.start else 0
+        done = 0
+        if run.start:
+            state = json.loads((run.start / "state.json").read_text())
+            done = state["step"]
         Tracer(pipe, done).install(module)
         return run
 
@@ -284,7 +291,8 @@ class Side:
         for manifest in (self.folder / "checkpoints").glob("step_*[0-9]/manifest.json"):
             files = json.loads(manifest.read_text())["files"]
             files.pop("state.json", None)  # it has the arguments
-            found[int(manifest.parent.name.removeprefix("step_"))] = (manifest.parent, files)
+            step = int(manifest.parent.name.removeprefix("step_"))
+            found[step] = (manifest.parent, files)
         return found
 
     def start(self, place: Path, start: Path | None) -> None:
@@ -327,7 +335,8 @@ def changed_files(config: dict[str, Any], root: Path) -> list[str]:
     found = []
     for name, known in config["code"].items():
         file = root / name
-        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != known:
+        content = file.read_bytes() if file.is_file() else None
+        if content is None or hashlib.sha256(content).hexdigest() != known:
             found.append(name)
     return found
 
@@ -377,7 +386,8 @@ def distance(x: np.ndarray | str, y: np.ndarray | str) -> str:
     both_nan = (x != x) & (y != y)
     places = np.argwhere((x != y) & ~both_nan)
     first = tuple(places[0].tolist())
-    apart = np.abs(x.astype(np.float64) - y.astype(np.float64))
+    difference = x.astype(np.float64) - y.astype(np.float64)
+    apart = np.abs(difference)
     most = np.where(both_nan, 0.0, apart).max()
     return f"{len(places)} of {x.size} numbers, by at most {most:.3g}; {x[first]!s} against {y[first]!s} at {first}"
 
