@@ -40,7 +40,7 @@ from runtime.data.rendering import TODAY
 from runtime.data.samples import earlier_turns
 from runtime.environments import chat, episodes
 from runtime.grading.algebra import parts_of
-from runtime.grading.answers import alternatives, equal, is_echo, no_answer, of_truth, question_of, tidy
+from runtime.grading.answers import alternatives, equal, is_echo, tidy
 from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
 from runtime.grading.conversation_scorer import ConversationScorer
 from runtime.grading.final_answer import (
@@ -48,6 +48,7 @@ from runtime.grading.final_answer import (
     LONGEST_ANSWER,
     NUMBER,
     after_thinking,
+    boxed_answer,
     final_answer,
     last_boxed,
     last_number_in,
@@ -134,13 +135,25 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
     return _same_number(marked_number(text) if "####" in text else last_number_in(text), wanted)
 
 
+def question_of(row: dict) -> str:
+    """The text of a row's problem: its chat messages, or the columns that hold a problem in most data sets."""
+    texts = []
+    for key in ("messages", "problem", "question", "prompt"):
+        found = row.get(key)
+        for part in found if isinstance(found, list) else [found]:
+            text = part.get("content") if isinstance(part, dict) and part.get("role") != "system" else part
+            texts += [text] if isinstance(text, str) else []
+    return "\n".join(texts)
+
+
 def math_(response: str, truth: str, row: dict) -> Reward:
     """1 when the final answer is the truth as text, or equal to it by math-verify (docs/reference/rewards.md).
 
     Of a JSON list of truths any one is right. Part ``echo``: 1 for a formula copied from the problem, which scores 0.
     """
     text = after_thinking(response)
-    for wanted in map(of_truth, alternatives(truth)):
+    for one in alternatives(truth):
+        wanted = tidy(boxed_answer(one, True)[0] or one)
         said = final_answer(text, len(parts_of(wanted.strip("()"))) > 1)
         answer = tidy(said or "")
         if said is None or any(c.isdigit() and not c.isascii() for c in answer) or not equal(answer, wanted):
@@ -408,6 +421,16 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
         status=worst.status,
         detail=worst.detail,
     )
+
+
+def no_answer(truth: str, row: dict) -> str:
+    """Return the reason why a truth of ``math`` holds no answer, as a proof does, or "" if it may hold one."""
+    if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
+        return "it is a word for having no answer"
+    prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
+    if boxed_answer(truth, True)[0] or (truth != row.get("solution") and len(prose) < 20):
+        return ""
+    return "it is a solution without a box" if len(prose) > 3 else ""
 
 
 def truth_error(verifier: str, truth: str, row: dict) -> str:

@@ -46,7 +46,7 @@ import run_many
 import script_loader
 
 from runtime.arguments import flags
-from runtime.grading.intervals import least_half, mean_interval
+from runtime.grading.intervals import Z, mean_interval
 from runtime.run import directory
 from runtime.run.run_files import read
 from runtime.system import process
@@ -69,6 +69,11 @@ CONTROLS = {
 ERROR = 0.05  # the chance of a false alarm, however often one looks
 UNDECIDED = 3
 PAIRS = 44  # at most, unless --seeds says otherwise: 20 CPU minutes (docs/evidence/testbed.md)
+
+
+def least_half(trials: float, quantile: float = Z) -> float:
+    """Return half the interval of a paired difference of rates where none of ``trials`` problems changes."""
+    return quantile / (trials + 2)  # as in paired_gain
 
 
 def widest(pairs: int) -> float:

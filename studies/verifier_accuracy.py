@@ -184,9 +184,8 @@ def given_cases(folder: Path) -> dict[str, list[dict]]:
         for row in read(path):
             if not {"response", "truth", "right"} <= row.keys():
                 continue
-            case = {"family": row.get("family", "all"), "verifier": row.get("verifier", "math")}
-            case |= {"response": row["response"], "truth": row["truth"], "label": bool(row["right"])}
-            case["row"] = row.get("row") or {}
+            case = {"family": "all", "verifier": "math", "row": {}} | row
+            case["label"] = bool(row["right"])
             columns = json.dumps(case["row"])
             key = (case["verifier"], case["response"], case["truth"], columns)
             found.setdefault(key, case)
@@ -345,7 +344,7 @@ def run(
         pool.result(pool.submit(name, f"\\boxed{{{answer}}}", "x = 3", {"verifier": "math"}))
     futures = []
     for row in rows:
-        given = row.get("row", {}) | {"verifier": row["verifier"]}
+        given = (row.get("row") or {}) | {"verifier": row["verifier"]}
         futures.append(pool.submit(name, row["response"], row["truth"], given))
     totals: Counter = Counter()
     families: dict[str, Counter] = {}

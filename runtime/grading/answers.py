@@ -7,13 +7,15 @@ rewriting for the comparison of texts never reaches the parser.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import unicodedata
+from collections.abc import Callable
 
 from runtime.grading.algebra import parts_of, same_value
-from runtime.grading.final_answer import DASHES, INVISIBLE, boxed_answer, without_delimiters
+from runtime.grading.final_answer import DASHES, INVISIBLE, without_delimiters
 from runtime.grading.units import (
     GROUP,
     PERCENT,
@@ -124,6 +126,7 @@ DECORATION = [  # (pattern, what stands in its place) for the comparison of text
 ]
 
 
+@functools.lru_cache(maxsize=1024)
 def _plain(text: str) -> str:
     """A text without what does not change its meaning; two equal ones are the same answer."""
     for pattern, instead in DECORATION:
@@ -131,6 +134,7 @@ def _plain(text: str) -> str:
     return text.strip().rstrip(".,")
 
 
+SAID_IN_TEXT = TEXT + r"\{[^{}]*(?:\b(?:is|are):?|\banswer:)\s*\}\s*(?=.)"  # \boxed{\text{The answer is } 5}
 ARTICLE = r"^(?i:(?:on|is|are)\s+)?(?i:(?:an?|the)\s+)?(?=[A-Za-z]{2})"
 SHORT = {name[:3]: name for name in ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]}
 SHORT |= {name[:3]: name for name in ["january", "february", "march", "april", "june", "july", "august", "september"]}
@@ -181,6 +185,7 @@ def _without_braces(text: str) -> str:
     return text[1:-1].strip() if whole and not re.search(r"\\(?:choose|over)(?![A-Za-z])", text) else text
 
 
+@functools.lru_cache(maxsize=1024)
 def tidy(text: str) -> str:
     """An answer as it goes to the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 spelled out."""
     text = _ascii(text.translate(INVISIBLE).strip()).strip(' \t\r\n"')
@@ -197,9 +202,7 @@ def tidy(text: str) -> str:
     text = _without_braces(text.strip())
     text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("**", "^")
     text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi", text)
-    text = re.sub(
-        TEXT + r"\{[^{}]*(?:\b(?:is|are):?|\banswer:)\s*\}\s*(?=.)", "", text, flags=re.I
-    )  # \boxed{\text{The answer is } 5}
+    text = re.sub(SAID_IN_TEXT, "", text, flags=re.IGNORECASE)
     repeating = next(filter(None, (form.fullmatch(text) for form in REPEATING)), None)
     if repeating:
         sign, whole, fixed, again = repeating["sign"], repeating["whole"], repeating["fixed"], repeating["again"]
@@ -207,9 +210,7 @@ def tidy(text: str) -> str:
         text = f"{sign}\\frac{{{numerator}}}{{{(10 ** len(again) - 1) * 10 ** len(fixed)}}}"
     if "matrix" in text:
         text = re.sub(r"\\\\\s*\[[^\]]{1,8}\]", r"\\\\ ", text)
-        text = re.sub(
-            r"\\\\(?=[A-Za-z\\])", r"\\\\ ", text
-        )  # else the parser takes the row's first letter for a command
+        text = re.sub(r"\\\\(?=[A-Za-z\\])", r"\\\\ ", text)  # else a row's first letter is taken for a command
     scientific = re.fullmatch(r"(-?[0-9.]+)(?:[eE]|\s*[xX*]\s*10\s*\^)\s*\{?([+-]?[0-9]+)\}?(.*)", text)
     if scientific:
         text = f"{scientific[1]} \\times 10^{{{int(scientific[2])}}}{scientific[3]}"
@@ -351,20 +352,22 @@ def _cases(text: str) -> list[tuple[str, str]] | None:
     return cases
 
 
-def _same_cases(answer: list[tuple[str, str]], wanted: list[tuple[str, str]]) -> bool:
-    """Return True if two functions by cases have equal values under equal conditions, in any order."""
+def _paired(answer: list, wanted: list, same: Callable) -> bool:
+    """Return True if each element of ``wanted`` is the same as one of ``answer`` of its own, in any order."""
     left = list(answer)
-    for value, condition in wanted:
-        same = [
-            case
-            for case in left
-            if (_plain(case[1]) == _plain(condition) or (condition and case[1] and equal(case[1], condition)))
-            and equal(case[0], value)
-        ]
-        if not same:
+    for one in wanted:
+        found = next((other for other in left if same(other, one)), None)
+        if found is None:
             return False
-        left.remove(same[0])
+        left.remove(found)
     return not left
+
+
+def _same_case(case: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Return True if two cases of functions have equal values under equal conditions."""
+    conditions = case[1], other[1]
+    same = _plain(conditions[0]) == _plain(conditions[1]) or (all(conditions) and equal(*conditions))
+    return same and equal(case[0], other[0])
 
 
 def _letters(text: str) -> set[str]:
@@ -432,19 +435,9 @@ def _systems(text: str) -> list[dict[str, str]] | None:
     return solutions if len(solutions) > 1 and len(solutions[0]) > 1 else None
 
 
-def _same_systems(answer: list[dict], wanted: list[dict]) -> bool:
-    """Return True if two lists of solutions are the same, in any order."""
-    left = list(answer)
-    for solution in wanted:
-        same = [
-            other
-            for other in left
-            if other.keys() == solution.keys() and all(equal(other[name], solution[name]) for name in solution)
-        ]
-        if not same:
-            return False
-        left.remove(same[0])
-    return not left
+def _same_solution(one: dict, other: dict) -> bool:
+    """Return True if two solutions give equal values to the same names."""
+    return one.keys() == other.keys() and all(equal(one[name], other[name]) for name in other)
 
 
 def _same_function(answer: str, wanted: str) -> bool:
@@ -500,13 +493,13 @@ def equal(answer: str, wanted: str) -> bool:
         return same
     said, right = _systems(answer), _systems(wanted)
     if said and right:
-        return _same_systems(said, right)
+        return _paired(said, right, _same_solution)
     said, right = amount_of(answer), amount_of(wanted)
     if said and right and (said[2] > 1 or right[2] > 1):
         return said[:2] == right[:2]
     said, right = _cases(answer), _cases(wanted)
     if said and right and all(condition for _, condition in said + right):
-        return _same_cases(said, right)
+        return _paired(said, right, _same_case)
     answer, wanted = (
         ", ".join(value for value, _ in cases) if cases and not any(condition for _, condition in cases) else text
         for cases, text in ((said, answer), (right, wanted))
@@ -554,32 +547,6 @@ def alternatives(truth: str) -> list[str]:
         if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
             return found
     return [truth]
-
-
-def of_truth(truth: str) -> str:
-    """The answer that a truth holds, tidy: in its last box, with those joined to it, or all of it."""
-    return tidy(boxed_answer(truth, True)[0] or truth)
-
-
-def no_answer(truth: str, row: dict) -> str:
-    """Return the reason why a truth of ``math`` holds no answer, as a proof does, or "" if it may hold one."""
-    if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
-        return "it is a word for having no answer"
-    prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
-    if boxed_answer(truth, True)[0] or (truth != row.get("solution") and len(prose) < 20):
-        return ""
-    return "it is a solution without a box" if len(prose) > 3 else ""
-
-
-def question_of(row: dict) -> str:
-    """The text of a row's problem: its chat messages, or the columns that hold a problem in most data sets."""
-    texts = []
-    for key in ("messages", "problem", "question", "prompt"):
-        found = row.get(key)
-        for part in found if isinstance(found, list) else [found]:
-            text = part.get("content") if isinstance(part, dict) and part.get("role") != "system" else part
-            texts += [text] if isinstance(text, str) else []
-    return "\n".join(texts)
 
 
 COMPUTES = re.compile(  # an answer with it is not only read but computed

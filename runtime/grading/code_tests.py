@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -123,16 +124,13 @@ def _code_tests(truth: str, row: dict) -> CodeTests:
         kinds = {type(test.get(key)) for test in found for key in ("input", "output")}
         if kinds == {str}:
             return _text_tests(found, entry, row)
-        good = []
         if "input" in found[0]:
             tests = CodeTests(entry, seconds, calls=tuple(found))
-            for test in found:
-                good.append("output" in test and isinstance(test.get("input"), list | dict))
+            good = ["output" in test and isinstance(test.get("input"), list | dict) for test in found]
             wanted = "an input, a list of arguments or an object with their names, and an output"
         else:
             tests = CodeTests(entry, seconds, programs=tuple(found))
-            for test in found:
-                good.append({type(test.get("stdin")), type(test.get("stdout"))} == {str})
+            good = [{type(test.get("stdin")), type(test.get("stdout"))} == {str} for test in found]
             wanted = "the texts stdin and stdout, or an input and an output"
         if not all(good):
             raise ValueError(f"test {good.index(False)} has not {wanted}")
@@ -341,11 +339,7 @@ def _same_output(said: str, wanted: str) -> bool:
     ours, theirs = _lines(said), _lines(wanted)
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False
-    for line, right in zip(ours, theirs, strict=True):
-        for said_token, right_token in zip(line, right, strict=True):
-            if not _same_token(said_token, right_token):
-                return False
-    return True
+    return all(map(_same_token, itertools.chain(*ours), itertools.chain(*theirs)))
 
 
 def _prints(program: str, tests: CodeTests) -> str:

@@ -204,32 +204,27 @@ def no_comma(text: str, given: dict) -> bool:
     return "," not in text
 
 
-CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {  # name -> function(response, the row's arguments)
-    "keywords:existence": existence,
-    "keywords:frequency": frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
-    "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
-    "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
-    "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
-    "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
-    "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+KINDS = {
+    "keywords": [existence, frequency, forbidden_words, letter_frequency],
+    "language": [response_language],
+    "length_constraints": [number_sentences, number_paragraphs, number_words, nth_paragraph_first_word],
+    "detectable_content": [number_placeholders, postscript],
+    "detectable_format": [
+        number_bullet_lists,
+        constrained_response,
+        number_highlighted_sections,
+        multiple_sections,
+        json_format,
+        title,
+    ],
+    "combination": [two_responses, repeat_prompt],
+    "startend": [end_checker, quotation],
+    "change_case": [capital_word_frequency, english_capital, english_lowercase],
+    "punctuation": [no_comma],
+}
+# name -> function(response, the row's arguments)
+CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {
+    f"{kind}:{function.__name__}": function for kind, functions in KINDS.items() for function in functions
 }
 
 

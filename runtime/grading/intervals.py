@@ -69,11 +69,6 @@ def paired_gain(before: Sequence[float], after: Sequence[float]) -> tuple[float,
     return float(change.mean()), low, high
 
 
-def least_half(trials: float, quantile: float = Z) -> float:
-    """Return half the interval of a paired difference of rates where none of ``trials`` problems changes."""
-    return quantile / (trials + 2)  # as in paired_gain
-
-
 def t_quantile(degrees: int) -> float:
     """Return the 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
     t = np.linspace(0, 20, 200_001)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -185,6 +186,7 @@ def _word_tail(text: str) -> re.Match | None:
     return words if long and not re.search("[A-Za-z]", bare) and all(named) else None
 
 
+@functools.lru_cache(maxsize=1024)
 def split_unit(text: str) -> tuple[str, tuple]:
     """(value, unit) of an answer such as ``5\\text{ cm}``, "12 apples" or ``\\$3``; letters alone are variables."""
     whole = re.fullmatch(TEXT + r"\{([^{}]*[0-9][^{}]*)\}", text)
