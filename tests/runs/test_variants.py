@@ -19,6 +19,7 @@ import variant
 from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import grpo
 import utils
 from runtime.arguments import presets
 from runtime.data import rendering
@@ -107,7 +108,26 @@ def test_a_whole_variant_is_a_short_file_with_a_header(name):
 
 @pytest.mark.parametrize("name", [*NAMES, *WHOLE])
 def test_the_page_names_every_variant(name):
-    assert f"| `{name}` |" in (ROOT / "docs" / "grpo.md").read_text()
+    assert f"| `{name}` |" in (ROOT / "docs" / "variants.md").read_text()
+
+
+def test_the_page_has_the_flags_of_every_variant(modules):
+    """Own flags, changed defaults and removed flags: docs/variants.md against the Args of each patched script."""
+
+    def flag(name: str, value: object) -> str:
+        if isinstance(value, bool):
+            return f"`--{'' if value else 'no-'}{name}`"
+        return f"`--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
+
+    page = (ROOT / "docs" / "variants.md").read_text()
+    ours = {field.name: field.default for field in dataclasses.fields(grpo.Args) if field.name != "exp_name"}
+    for name, module in modules.items():
+        theirs = {field.name: field.default for field in dataclasses.fields(module.Args) if field.name != "exp_name"}
+        own = [f"`--{key}`" for key in sorted(theirs.keys() - ours.keys())]
+        changed = [flag(key, theirs[key]) for key in sorted(theirs.keys() & ours.keys()) if theirs[key] != ours[key]]
+        removed = [f"`--{key}`" for key in sorted(ours.keys() - theirs.keys())]
+        cells = "".join(f" {cell} |" if cell else " |" for cell in map(", ".join, (own, changed, removed)))
+        assert f"| `{name}` |{cells}\n" in page
 
 
 @pytest.mark.parametrize("name", WHOLE)

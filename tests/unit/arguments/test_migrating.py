@@ -195,7 +195,7 @@ def test_a_command_line_of_the_page_fits_its_gpus(heading, tmp_path):
         assert f"{found.peak / 1e9:.0f} GB, {max(found.phases, key=found.phases.get)}" == said
 
 
-@pytest.mark.parametrize("page, gpus", [("docs/run.md", 1), ("docs/grpo.md", 1)])
+@pytest.mark.parametrize("page, gpus", [("docs/run.md", 1), ("docs/grpo.md", 1), ("docs/ppo.md", 1)])
 def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
     """Of the lines that name a model of the hub: none trains it on the quickstart's sums, or needs more than a card."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
