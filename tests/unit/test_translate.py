@@ -627,7 +627,9 @@ parser.add_argument("--mode", default="many")
 parser.add_argument("--checkpointing", action="store_true")
 parser.add_argument("--model-id", default="Qwen/Qwen3-0.6B")
 args = parser.parse_args()
-GRPOTrainer(model=args.model_id, reward_funcs=print, args=make(args, Own())).train()
+def score(completions, **kwargs):
+    return [0.0 for _ in completions]
+GRPOTrainer(model=args.model_id, reward_funcs=score, args=make(args, Own())).train()
 """
 
 
@@ -677,7 +679,7 @@ NAME = "Qwen/Qwen2.5-0.5B"
 data = load_dataset("openai/gsm8k", "main", split="train").map(lambda row: {"prompt": row["question"]})
 def reward_len(completions, answer, **kwargs):
     return [len(c) for c in completions]
-config = GRPOConfig(output_dir=f"out/{NAME}", learning_rate=2e-6, num_generations=4, beta=float("0.1"))
+config = GRPOConfig(output_dir=f"out/{NAME}", learning_rate=2e-6, num_generations=4, beta=chosen())
 trainer = GRPOTrainer(model=NAME, reward_funcs=[reward_len], args=config, train_dataset=data)
 """)
     (command,) = translate.commands_in("train.py", [], "")
@@ -685,7 +687,7 @@ trainer = GRPOTrainer(model=NAME, reward_funcs=[reward_len], args=config, train_
     assert not (tmp_path / "made").exists()
     assert ours.flags["dataset"] == "openai/gsm8k:main" and ours.flags["ground_truth_key"] == "answer"
     assert (ours.flags["learning_rate"], ours.flags["output_dir"]) == (2e-6, "out/Qwen/Qwen2.5-0.5B")
-    assert any("beta = float('0.1')" in text for text in ours.absent)
+    assert any("beta = chosen()" in text for text in ours.absent)
     assert any("reward_len" in text and "function(response, ground_truth, row)" in text for text in ours.differs)
 
 
