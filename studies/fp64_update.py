@@ -286,11 +286,16 @@ class Oracle:
             rewards = [r - self.reward_coef * float(k.sum()) for r, k in zip(rewards, kl_of, strict=True)]
         size = a["num_samples_per_prompt_rollout"]
         advantages = []
+        slack = [1.0] * len(samples)
         for start in range(0, len(samples), size):
             if self.equal(samples[start : start + size]) and not inside:
                 advantages += [0.0] * size
             else:
                 advantages += group_advantages(rewards[start : start + size], a)
+            if inside and a["advantage_normalization_type"] == "standard":
+                spread = float(torch.tensor(rewards[start : start + size], dtype=torch.float64).std())
+                longest = max(len(x) for x in kl_of[start : start + size])
+                slack[start : start + size] = [0.1 * self.reward_coef * longest / (spread + a["advantage_eps"])] * size
         per_token = []
         for i, value in enumerate(advantages):
             value_T = torch.full_like(old[i], value)
@@ -301,6 +306,7 @@ class Oracle:
         reward_kl = sum(float(k.mean()) for k in kl_of) / len(samples) if kl_of else None
         self.reward_kl = reward_kl
         found = {"advantages": per_token, "in_loss": in_loss, "sampler": self.sampler_gap(number, samples)}
+        found["slack"] = slack  # by how much rounding of the KL is amplified where a group's spread divides it
         if use_runs:
             per_token = recorded["advantages"]
         return Step(a, samples, self.beta, in_loss, old, ref_TV, per_token), found
