@@ -1,12 +1,12 @@
 """Compare random whole runs of grpo.py with an independent computation of their updates in double precision.
 
-    python studies/random_runs.py --runs 200 --seed 1 --out bench/random_runs.jsonl     # 40 CPU minutes
-    python studies/random_runs.py --out bench/random_runs.jsonl --table                 # only the table
+    python tests/random_runs.py --runs 200 --seed 1 --out bench/random_runs.jsonl     # 40 CPU minutes
+    python tests/random_runs.py --out bench/random_runs.jsonl --table                 # only the table
 
 Each run draws its flags, its environment, its number of ranks and the step at which it is interrupted and resumed. It
 is a whole run of three steps on a random Llama with 100 thousand parameters in fp32: ``main`` in forks of this process,
 with the real engine, environment, verifiers, DeepSpeed and checkpoints. A recorder in the forks keeps the samples, the
-weights and the gradient of every optimizer step. studies/fp64_update.py computes them again from the samples.
+weights and the gradient of every optimizer step. tests/fp64_update.py computes them again from the samples.
 
 One thing is not the run's own: AdamW's epsilon is 1e-4, so that rounding of gradients near 0 is not amplified.
 
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path[1:1] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("scripts", "studies")]
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported

@@ -1,7 +1,7 @@
 """An update of grpo.py in double precision, written from the formulas: nothing of the training scripts is called.
 
 It computes masks, rewards, log-probs, advantages, losses, gradients and AdamW's steps of recorded steps
-(studies/random_runs.py), each optimizer step from the weights that the run had. The model is a Llama, written out here.
+(tests/random_runs.py), each optimizer step from the weights that the run had. The model is a Llama, written out here.
 
 Sources: PPO's clipped loss arXiv 1707.06347; group advantages 2402.03300, Dr. GRPO 2503.20783, RLOO 2402.14740; dual
 clip 1912.09729; IcePop 2510.18855; DAPO's length penalty 2503.14476; KL estimators, Schulman 2020; its controller

@@ -1,4 +1,4 @@
-"""A verifier and a game of studies/random_runs.py whose scores follow exactly from the text of a response."""
+"""A verifier and a game of tests/random_runs.py whose scores follow exactly from the text of a response."""
 
 from __future__ import annotations
 
