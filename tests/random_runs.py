@@ -40,24 +40,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 sys.path[1:1] = [str(Path(__file__).resolve().parent.parent / folder) for folder in ("scripts", "studies")]
 
+from runtime.system import process
+
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-
-import run_many
-
-grpo = run_many.load_script(Path(__file__).resolve().parent.parent / "grpo.py")
+    process.prepare_environment()
 
 import exact_rewards
 import fp64_update
+import run_many
 import torch
 import watching
 from safetensors.torch import load_file
 
+import grpo
 import utils
 from runtime.arguments import values
 from runtime.data.samples import Sample
 from runtime.run import logger
-from runtime.system import process
 from runtime.training import deepspeed_zero
 
 ADAM_EPS = 1e-4
@@ -655,6 +655,7 @@ def main() -> int:
     numbers = range(options.first, options.first + options.runs)
     missing = [number for number in numbers if number not in known_lines(options.out, options.seed)]
     if missing and not options.table:
+        run_many.load_script(Path(grpo.__file__))  # all that the forks would import
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="random-runs-") as scratch:
             study_all(options.seed, missing, options.out, options.lanes, Path(scratch))
