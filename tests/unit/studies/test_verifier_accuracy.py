@@ -65,4 +65,4 @@ def test_the_cases_of_other_projects_are_read_out_of_their_tests(tmp_path):
     assert [row["label"] for row in rows].count(True) == 4 and len(rows) == 7
     assert {"family": "all", "verifier": "math", "response": "\\boxed{4}", "truth": "3", "label": False} in rows
     table = verifier_accuracy.peers(tmp_path, 10.0)
-    assert table[2] == "| one | 7 | 6 | 6 |" and table[-1].endswith("right: '\\\\boxed{3}' for '2'")
+    assert table[2] == "| one | 7 | 6 | 6 | 6 |" and table[-1].endswith("right: '\\\\boxed{3}' for '2'")
