@@ -38,7 +38,7 @@ BUDGETS = {
     "runtime/arguments": 1200,
     "runtime/training": 1950,
     "runtime/environments": 1120,
-    "runtime/engine": 1460,
+    "runtime/engine": 1470,
     "runtime/run": 2500,
     "grpo.py": 720,
     "ppo.py": 1015,

@@ -46,9 +46,14 @@ def product_rates(args) -> dict[str, float]:
     return args.recorded_choices.get("product_rates") or cpu_rates.known_rates()
 
 
+def trains(args) -> bool:
+    """Return False for the arguments of scripts/evaluate.py without a run, whose engine has the GPU to itself."""
+    return hasattr(args, "num_samples_per_prompt_rollout")
+
+
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     """The fraction of a GPU's memory that an engine takes; next to a trainer it leaves enough for the trainer."""
-    if args.vllm_engines > 0:
+    if args.vllm_engines > 0 or not trains(args):
         return default_sizes(args, True).vllm_gpu_memory_utilization
     model = read_model(args.model)
     sizes, _ = device_sizes.sizes_for(args, model, memory_setting(args, dtype, world_size))
@@ -60,13 +65,14 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
 
     It is the number of sequences that may decode at once. Without a graph every kernel is started from Python.
     """
-    engines = args.vllm_engines or world_size // args.vllm_tensor_parallel_size
-    group = args.generation_size or args.num_samples_per_prompt_rollout
-    batches = 1 + args.async_steps
-    trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * batches
-    evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
-    asked = max(trained, evaluated)
-    most = min(asked, max_num_seqs)
+    most = max_num_seqs
+    if trains(args):
+        engines = args.vllm_engines or world_size // args.vllm_tensor_parallel_size
+        group = args.generation_size or args.num_samples_per_prompt_rollout
+        batches = 1 + args.async_steps
+        trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * batches
+        evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
+        most = min(most, max(trained, evaluated))
     own = {"compilation_config", "cudagraph_capture_sizes"}
     if most <= 512 or not own.isdisjoint(args.engine_args):
         return {}
@@ -93,8 +99,8 @@ def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
 def register_classes(architectures: list[str]) -> None:
     """Import vLLM's classes of a model in this process, which needs them anyway.
 
-    vLLM would first import them in a process of its own to ask what they support: ten seconds on a new machine, and on
-    no later start, for it keeps the answers.
+    vLLM would first import them in a process of its own to ask what they support: 15 CPU seconds of the first start on
+    a machine, and of no later one, for it keeps the answers.
     """
     from vllm import ModelRegistry
 

@@ -21,6 +21,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import evaluate
 import pytest
 import torch
 from helpers import ROOT, run_here, tiny_args
@@ -459,6 +460,13 @@ def test_cuda_graphs_reach_as_many_sequences_as_may_decode_at_once(monkeypatch, 
     monkeypatch.setattr(vllm_settings, "take_gpu", lambda args: None)
     assert built(grpo, monkeypatch, True, **changes).get("max_cudagraph_capture_size") == size
     assert "max_cudagraph_capture_size" not in built(grpo, monkeypatch, False, **changes)
+
+
+def test_an_evaluation_without_a_run_has_an_engine_on_a_gpu(monkeypatch):
+    """Its arguments have no groups and no learning rate, from which a trainer's sizes follow."""
+    script = SimpleNamespace(build_vllm=grpo.build_vllm, Args=evaluate.Args)
+    given = built(script, monkeypatch, True)
+    assert given["gpu_memory_utilization"] == 0.4 and given["max_cudagraph_capture_size"] == 1024
 
 
 @pytest.mark.parametrize(
