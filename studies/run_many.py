@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -95,9 +96,18 @@ def run(script: ModuleType, words: list[str], log: Path) -> int:
     os.close(out)
     del os.environ["MASTER_PORT"]  # of the parent: every run needs one of its own
     sys.argv = [str(script.__file__), *words]
-    try:
+
+    def call() -> None:
         args = flags.parse(script.Args, script.__doc__)
         script.main(args, script.preflight(args))
+
+    return exit_code(call)
+
+
+def exit_code(call: Callable[[], None]) -> int:
+    """Call a function and return the exit code that a program of it would have; print the traceback of an error."""
+    try:
+        call()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

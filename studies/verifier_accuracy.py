@@ -96,7 +96,7 @@ def our_extraction(response: str, truth: str, row: dict) -> Reward:
 
 
 def _found(verifier: str) -> Callable[[str], str | None]:
-    """How a verifier finds the answer in a response."""
+    """Return the function by which a verifier finds the answer in a response."""
     if verifier in ("gsm8k", "last_number"):
         return lambda response: rewards.VERIFIERS[verifier](response, "0", {}).extracted or None
     return lambda response: final_answer(after_thinking(response))

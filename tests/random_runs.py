@@ -326,15 +326,12 @@ def be_rank(plan: Plan, part: int, rank: int, port: int, model: Path, folder: Pa
         known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ |= {name: str(value) for name, value in known.items()}
     Recorder(folder, plan, part).install()
-    try:
+
+    def call() -> None:
         args = arguments(plan, model, folder)
         grpo.main(args, grpo.preflight(args))
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+
+    return run_many.exit_code(call)
 
 
 def fork(call) -> int:

@@ -188,8 +188,8 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
 def offload_threads() -> int:
     """Return the CPU threads for the steps of an offloaded optimizer: this rank's share of the cores it may use.
 
-    Launchers set OMP_NUM_THREADS to 1 for several ranks, and a step of 10^9 parameters then takes six seconds. Without
-    a launcher torch's own number stays.
+    Launchers set OMP_NUM_THREADS to 1 for several ranks, which leaves an optimizer step a single thread. Without a
+    launcher torch's own number stays.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return torch.get_num_threads()
