@@ -53,7 +53,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
-    as_: flags.As = None
+    preset: str | None = None
     """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
     total_steps: int = 28
     """Number of training steps; each samples one batch and trains on it."""
@@ -92,7 +92,7 @@ class Args(flags.RunFlags):
     """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
     """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
-    entropy_coeff: float = 0.0
+    entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
     """Skip the rest of an update after an optimizer step whose mean ratio exceeds this. Default: off."""
@@ -115,8 +115,8 @@ class Args(flags.RunFlags):
     """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1, the only one whose gradient is that of the KL there."""
-    kl_reward_norm: Literal["outside", "inside"] = "outside"
-    """KL in the reward. outside: add it after the group normalization. inside: subtract it before (as verl does)."""
+    kl_reward_norm: Literal["after_norm", "before_norm"] = "after_norm"
+    """KL in the reward. after_norm: add it to the normalized advantages. before_norm: subtract it before (verl)."""
     kl_target: tuple[float] | tuple[float, float] | None = None
     """TARGET [HORIZON]: adapt the KL coefficient (of the reward if the KL is there, else of the loss) so that the KL
     stays near TARGET nats per token. A larger HORIZON (sequences; 10000) adapts more slowly. Default: off."""
@@ -134,7 +134,7 @@ class Args(flags.RunFlags):
     """Decoupled weight decay of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
-    warm_up: float = 0.0
+    warmup_steps: float = 0.0
     """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
@@ -264,7 +264,7 @@ class Tokens:
     sampler_T: torch.Tensor  # the engine's
     advantages_T: torch.Tensor
     weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 for what only keeps a rank in step with the others
-    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coeff wants it
+    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coef wants it
     full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
 
 
@@ -285,7 +285,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     # tokens their weight would be noise around 1, and less than 1 on average once it is truncated.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
-    loss_T = policy_T - args.entropy_coeff * t.entropy_T
+    loss_T = policy_T - args.entropy_coef * t.entropy_T
 
     # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
     kl_T = torch.zeros_like(loss_T)
@@ -411,7 +411,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
-        skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
+        skip_tokenizer_init=not args.stop_strings,  # ids go in and come out; only stop strings need text
         trust_remote_code=args.trust_remote_code,
         hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
@@ -421,7 +421,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
-        enable_sleep_mode=args.sleep != "off" and cuda,
+        enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
         # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
@@ -598,13 +598,13 @@ def main(args: Args, ready: Ready | None) -> None:
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
         with_gradient = in_loss
-        if reference is None and args.entropy_coeff == 0:
+        if reference is None and args.entropy_coef == 0:
             with_gradient = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
 
         # 5 log-probs: reference (only if there is one); old (only if more than one optimizer step, or for the reward)
         first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}
         known = sorted({*with_gradient, *first_of_groups.values()})
-        if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "inside"):
+        if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):
             known = list(range(len(samples)))  # controller and group statistics have the KL of every response
         if reference is None and updates == 1:
             known = []
@@ -633,7 +633,7 @@ def main(args: Args, ready: Ready | None) -> None:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
             penalty_N[:-1] = kl.reward * return_to_go(kl_N, offsets)
-            if args.kl_reward_norm == "inside":  # whole responses, before the statistics, as verl does
+            if args.kl_reward_norm == "before_norm":  # whole responses, before the statistics, as verl does
                 sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)  # from the first token on
                 advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
@@ -659,7 +659,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
                 for mb in batching.micro_batches(samples, mini_with_gradient, **run.placement):
-                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
+                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coef != 0)
                     tokens = Tokens(
                         logprobs_T,
                         old_T=old_N[mb.tokens] if updates > 1 else logprobs_T.detach(),

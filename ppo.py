@@ -22,7 +22,7 @@ at its end, for the micro-batches that only keep a rank in step with the others.
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
                              --dataset openai/gsm8k:main@train --critic_learning_rate 1e-5 --gradient_checkpointing \\
                              --num_unique_prompts_rollout 256 --num_samples_per_prompt_rollout 1 \\
-                             --max_response_length 512 --total_steps 200 --sleep engine
+                             --max_response_length 512 --total_steps 200 --vllm_sleep engine
     N GPUs               accelerate launch --config_file scripts/zero2.yaml --num_processes N ppo.py ...
 """
 
@@ -45,7 +45,7 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process
 from runtime.training import model_files
 
-CRITIC_SETTINGS = ("model_name_or_path", "lr_scheduler_type", "warm_up", "weight_decay", "max_grad_norm", "num_epochs")
+CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
@@ -55,7 +55,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
-    as_: flags.As = None
+    preset: str | None = None
     """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
     total_steps: int = 28
     """Number of training steps; each samples one batch and trains on it."""
@@ -90,7 +90,7 @@ class Args(flags.RunFlags):
     """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
     """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
-    entropy_coeff: float = 0.0
+    entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
     """Skip the rest of an update after an optimizer step whose mean ratio exceeds this. Default: off."""
@@ -136,7 +136,7 @@ class Args(flags.RunFlags):
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
     """NAME=VALUE: settings of the critic that differ from the policy's: model_name_or_path (same vocabulary; its value
-    or reward head is used if it has one), lr_scheduler_type, warm_up, weight_decay, max_grad_norm, num_epochs."""
+    or reward head is used if it has one), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
     value_clip: float | None = 0.5
     """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0
@@ -159,7 +159,7 @@ class Args(flags.RunFlags):
     """Decoupled weight decay of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
-    warm_up: float = 0.0
+    warmup_steps: float = 0.0
     """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
@@ -209,9 +209,9 @@ def settings_of_critic(args: Args) -> Args:
     changes = {"learning_rate": args.critic_learning_rate}
     for word in args.critic:
         name, _, value = word.partition("=")
-        if name not in CRITIC_SETTINGS:
+        if name not in CRITIC_ARGS:
             given = process.on_a_line(word)
-            process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_SETTINGS)}")
+            process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_ARGS)}")
         kind = type(getattr(Args, name))
         try:
             changes[name] = kind(value)
@@ -226,7 +226,7 @@ def settings_of_critic(args: Args) -> Args:
         process.refuse(f"--critic lr_scheduler_type={found.lr_scheduler_type}: give one of {', '.join(SCHEDULES)}")
     if found.num_epochs == 0:
         process.refuse("--critic num_epochs=0: must be above 0")
-    checks.check_warm_up("--critic warm_up=", found.warm_up)
+    checks.check_warmup_steps("--critic warmup_steps=", found.warmup_steps)
     return found
 
 
@@ -344,7 +344,7 @@ class Tokens:
     sampler_T: torch.Tensor  # the engine's
     advantages_T: torch.Tensor
     weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 for what only keeps a rank in step with the others
-    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coeff wants it
+    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coef wants it
     full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
 
 
@@ -365,7 +365,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     # tokens their weight would be noise around 1, and less than 1 on average once it is truncated.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
-    loss_T = policy_T - args.entropy_coeff * t.entropy_T
+    loss_T = policy_T - args.entropy_coef * t.entropy_T
 
     # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
     kl_T = torch.zeros_like(loss_T)
@@ -643,7 +643,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
-        skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
+        skip_tokenizer_init=not args.stop_strings,  # ids go in and come out; only stop strings need text
         trust_remote_code=args.trust_remote_code,
         hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
@@ -653,7 +653,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
-        enable_sleep_mode=args.sleep != "off" and cuda,
+        enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
         # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
@@ -944,7 +944,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
                 for mb in batching.micro_batches(samples, mini_in_loss, **run.placement):
-                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
+                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coef != 0)
                     tokens = Tokens(
                         logprobs_T,
                         old_T=old_N[mb.tokens] if updates > 1 else logprobs_T.detach(),

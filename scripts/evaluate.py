@@ -86,8 +86,8 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         process.refuse(
             "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
         )
-    if args.control != "none":
-        process.refuse("--control: nothing trains here, and an evaluation is by the true reward; leave it out")
+    if args.reward_control != "none":
+        process.refuse("--reward_control: nothing trains here, and an evaluation is by the true reward; leave it out")
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     if given.run is not None and args.eval_dataset != defaults.eval_dataset:
         process.refuse(f"--eval_dataset {args.eval_dataset}: it is for a run; name what to evaluate on by --dataset")
@@ -126,8 +126,8 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
         )
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "auto"}
-    values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "sleep": "off"}
-    values["control"] = "none"
+    values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "vllm_sleep": "off"}
+    values["reward_control"] = "none"
     return kind(**values | {"vllm_engines": 0, "vllm_args": json.dumps(engine)})
 
 
@@ -248,7 +248,7 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
         generation = GenerationConfig.from_model_config(config)
     stop_ids = pretrained.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
     # It would sleep until a first push; and a process could not import the script, whose name only this one knows.
-    args = dataclasses.replace(args, sleep="off", engine_process=False)
+    args = dataclasses.replace(args, vllm_sleep="off", engine_process=False)
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = prompt_order.eval_requests(len(problems), args)

@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -39,9 +39,9 @@ RESOURCES = (
     "micro_batch_tokens",
     "gradient_checkpointing",
     "engine_process",
-    "sleep",
+    "vllm_sleep",
     "timeout",
-    "max_sampler_diff",
+    "max_logprob_diff",
 )
 # Those of --vllm_args for which the same holds.
 VLLM_RESOURCES = (
@@ -56,8 +56,6 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run 
 # What follows from model and data where it is not given: runtime/training/derived_defaults.py.
 OPEN = ("learning_rate", "critic_learning_rate", "max_prompt_length", "max_response_length", "total_steps")
 KL_HORIZON = 10000.0  # sequences, of --kl_target TARGET
-# The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
-As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 
 
 @dataclass
@@ -138,10 +136,10 @@ class RunFlags:
     the tokenizer's own template, e.g. {"enable_thinking": false} for Qwen3. Default: the tokenizer's own."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, including the chat template."""
-    overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
-    """Prompts above max_prompt_length. error: stop at the start. filter: drop them. left, right: truncate that side."""
-    bad_rows: Literal["raise", "drop"] = "raise"
-    """Rows without a prompt, or whose ground truth the verifier rejects. raise: stop at the start. drop: drop them."""
+    overlong_prompts: Literal["error", "drop", "left", "right"] = "error"
+    """Prompts above max_prompt_length. error: stop at the start. drop: drop them. left, right: truncate that side."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Rows without a prompt, or whose ground truth the verifier rejects. error: stop at the start. drop: drop them."""
     generation_size: int | None = None
     """Sample this many responses per prompt and train on the num_samples_per_prompt_rollout with the highest reward."""
     dynamic_sampling_rounds: int = 0
@@ -159,7 +157,7 @@ class RunFlags:
     reward_weights: tuple[str, ...] = ()
     """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). NAME=gate: the other rewards count only
     if this one is 1."""
-    control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
+    reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Control run: replace the training reward to see how much of a gain it explains; evaluation is unchanged. random:
     permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's truth.
     inverted: negate the reward."""
@@ -215,10 +213,10 @@ class RunFlags:
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
     """Push weights while responses are being generated. off: only between batches. recompute: recompute the KV cache
     with the new weights. keep: keep the old KV cache."""
-    max_sampler_diff: float = 0.1
+    max_logprob_diff: float = 0.1
     """End the run if the mean gap between engine and trainer log-probs exceeds this, in nats per token (in fp32 a
     thousandth of it). 0 disables."""
-    stop: tuple[str, ...] = ()
+    stop_strings: tuple[str, ...] = ()
     """Stop strings: generation ends after one of them, and it remains part of the response."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
@@ -232,8 +230,8 @@ class RunFlags:
     """Number of dedicated ranks that share one engine (tensor parallelism)."""
     vllm_args: str | None = None
     """JSON object of vLLM's own arguments, e.g. {"max_num_seqs": 512}. gpu_memory_utilization is 0.4 by default, lower
-    on small GPUs, and higher with --sleep or --vllm_engines."""
-    sleep: Literal["off", "engine", "all"] = "off"
+    on small GPUs, and higher with --vllm_sleep or --vllm_engines."""
+    vllm_sleep: Literal["off", "engine", "all"] = "off"
     """Free GPU memory between generation phases. engine: release the engine's weights and KV cache during the update.
     all: also move the trainer's weights and optimizer states to CPU memory during generation (ZeRO 2)."""
 
@@ -295,7 +293,7 @@ def own_flags_first(cls: FlagsClass) -> FlagsClass:
 def parse(cls: type, description: str | None = None, words: list[str] | None = None, default: Any = None) -> Any:
     """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
-    ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
+    ``--preset NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
     arguments that do not parse, and answers words of other frameworks all at once.
     """
     words = sys.argv[1:] if words is None else words

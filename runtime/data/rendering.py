@@ -314,9 +314,9 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
         f"{longest}; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
     )
     if how == "error":
-        refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts filter, left or right")
+        refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts drop, left or right")
     print_on_rank_0(f"warning: --overlong_prompts {how}: {words}")
-    kept = {"filter": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
+    kept = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:
         problem.prompt_ids = problem.prompt_ids[kept]
     return [problem for problem in problems if problem.prompt_ids]

@@ -691,7 +691,7 @@ def test_arguments_that_a_script_does_not_take_never_reach_a_queue(words, says, 
 @pytest.mark.parametrize(
     "words",
     [
-        ["python", "grpo.py", "--beta", "0.03", "--as", "verl"],
+        ["python", "grpo.py", "--beta", "0.03", "--preset", "verl"],
         ["python", "grpo.py", "--help"],
         ["python", "scripts/evaluate.py", "--run", "x"],
         ["python", "/not/here.py", "--anything", "1"],

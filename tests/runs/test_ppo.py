@@ -97,7 +97,7 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
         "skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied",
         "clock = utils.Phases(args, engine, reference, [policy], device)",
         "in_loss = list(range(len(samples)))",
-        "if reference is None and args.entropy_coeff == 0:",
+        "if reference is None and args.entropy_coef == 0:",
         "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}",
         "known = list(range(len(samples)))  # controller and group statistics have the KL of every response",
         "kind = args.advantage_normalization_type",
@@ -655,7 +655,7 @@ def test_values_of_all_ranks_are_summed(critic, monkeypatch):
 def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_ppo(
         *(tiny, tmp_path),
-        critic=(f"model_name_or_path={tiny}", "num_epochs=1", "warm_up=2"),
+        critic=(f"model_name_or_path={tiny}", "num_epochs=1", "warmup_steps=2"),
         gamma=0.99,
         gae_lambda=0.9,
         adv_norm="group",
@@ -665,7 +665,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         critic_warmup=1,
         generation_size=6,
         check_verifier_status=True,
-        entropy_coeff=0.01,
+        entropy_coef=0.01,
         clip_ratio_c=3.0,
         dataset_filter=(0.5, 0.5),
         dataset=str(questions(tmp_path, 8)),

@@ -180,7 +180,7 @@ def test_flags_that_are_named_exist(page):
         *(ROOT / "variants").glob("*"),
     ]
     sources = "\n".join(path.read_text() for path in programs)
-    known = {field for script in (grpo, ppo) for field in script.Args.__dataclass_fields__} | {"help", "as"}
+    known = {field for script in (grpo, ppo) for field in script.Args.__dataclass_fields__} | {"help", "preset"}
     known |= set(re.findall(r"--(\w+)", sources)) | set(re.findall(r"^\+?    (\w+): ", sources, re.MULTILINE))
     named = set(re.findall(r"`--(?:no-)?([a-z_]+)(?![\w.])", page.read_text()))
     assert named - known == set()

@@ -194,7 +194,7 @@ def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
         (0, 1, {"async_steps": 1}, {"copies_weights": True}),
         (0, 1, {"async_steps": 1, "inflight_updates": "keep"}, {"copies_weights": False}),
         (0, 1, {"async_steps": 1, "inflight_updates": "keep", "vllm_engines": 1}, {"copies_weights": True}),
-        (0, 1, {"sleep": "all"}, {"copies_weights": True}),
+        (0, 1, {"vllm_sleep": "all"}, {"copies_weights": True}),
         (0, 1, {"timeout": 7.0}, {"timeout": 7.0}),
         (0, 1, {"async_steps": 1}, {"beside": True}),
         (1, 2, {"async_steps": 1, "engine_process": True}, {"beside": False, "count": 2, "own": [1], "restarts": 2}),
@@ -211,7 +211,7 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     if "own" in values:
         values["own"] = list(values["own"])
     assert values == expected
-    if changes.get("sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
+    if changes.get("vllm_sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
         assert (engine.restarts, again.restarts) == (2, 0)
