@@ -62,7 +62,7 @@ def weights_after(args, script: str) -> str:
 
 def with_control(control: str, tiny, source, out, script: str) -> str:
     return weights_after(
-        tiny_args(tiny, out / "control", script, dataset=str(source), control=control, **FLAGS), script
+        tiny_args(tiny, out / "control", script, dataset=str(source), reward_control=control, **FLAGS), script
     )
 
 
@@ -179,7 +179,7 @@ def test_evaluations_do_not_see_a_control(tiny, source, tmp_path):
     found = []
     for control in ("none", "format", "inverted", "random", "shuffled"):
         flags = FLAGS | {"total_steps": 1, "eval_dataset": str(source), "eval_prompts": 4, "eval_samples": 4}
-        args = tiny_args(tiny, tmp_path, dataset=str(source), control=control, **flags)
+        args = tiny_args(tiny, tmp_path, dataset=str(source), reward_control=control, **flags)
         run_here(args)
         first = json.loads((folder_of(args) / "eval.jsonl").read_text().splitlines()[0])
         found.append({name: value for name, value in first.items() if name.startswith("eval/pass")})

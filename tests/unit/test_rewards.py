@@ -873,7 +873,7 @@ def test_a_truth_on_which_a_verifier_raises_is_refused_at_the_start(monkeypatch)
 
 def controlled(control: str, samples: list, **changes) -> list:
     """Return samples of two problems with the answers 1 and 2, rewarded by last_number under a --reward_control."""
-    args = Args(control=control, **changes)
+    args = Args(reward_control=control, **changes)
     problems = [Problem([], truth, "last_number", {}) for truth in ("1", "2")]
     verifiers = rewards.Verifiers(args, problems, "cpu", None)
     try:

@@ -243,7 +243,7 @@ def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_pa
     plain = script.Engine.push
     monkeypatch.setattr(script.Engine, "sleep", lambda engine: seen.append("sleep"))
     monkeypatch.setattr(script.Engine, "push", lambda engine, *rest: (seen.append("push"), plain(engine, *rest))[1])
-    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, sleep=asked)
+    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, vllm_sleep=asked)
     run_here(args, script.__name__)
     assert seen == (["sleep", "push"] * 3 if asked == "engine" else ["push"] * 3)
 
@@ -434,7 +434,7 @@ def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_response(scri
 @SCRIPTS
 def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
     for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
-        given = built(script, monkeypatch, cuda, sleep=asked)
+        given = built(script, monkeypatch, cuda, vllm_sleep=asked)
         assert given["enable_sleep_mode"] == (cuda and asked != "off")
         assert given.get("enforce_eager", False) == (not cuda)
         assert given["max_num_seqs"] == (1024 if cuda else 128)
