@@ -773,9 +773,10 @@ def options_of(text: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            name = ast.unparse(node.args[0]).strip("f'\"").removeprefix("--")
+            word = re.fullmatch(r"f?(['\"])--(.*)\1", ast.unparse(node.args[0]))
+            name = word.group(2) if word else ""
             found |= {name.replace("{prefix}", model) for model in ("actor", "critic")}
-    return found
+    return found - {""}
 
 
 def keys_in(name: str, folder: Path) -> set[str]:
