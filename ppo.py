@@ -93,7 +93,7 @@ class Args(flags.RunFlags):
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
-    """Skip the rest of an update after an optimizer step whose mean ratio exceeds this. Default: off."""
+    """If the mean ratio of an optimizer step exceeds this, skip it and the rest of the batch's steps. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
     """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
     off."""
@@ -112,10 +112,10 @@ class Args(flags.RunFlags):
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward. Recommended: k1, the only one whose gradient is that of the KL there."""
+    """Estimator of the KL in the reward. Recommended: k1. k2 and k3 push away from the reference where pi < ref."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the KL coefficient (of the reward if the KL is there, else of the loss) so that the KL
-    stays near TARGET nats per token. A larger HORIZON (sequences; 10000) adapts more slowly. Default: off."""
+    """TARGET [HORIZON]: adapt the KL coefficient (the reward's if the KL is there, else the loss's) to keep the KL near
+    TARGET nats per token. HORIZON is in sequences, 10000 by default; a larger one adapts more slowly. Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
@@ -231,7 +231,7 @@ def settings_of_critic(args: Args) -> Args:
 
 
 def preflight(args: Args) -> Ready | None:
-    """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
+    """Reject bad settings before torch is imported. Returns ``ready`` of ``main``; None on a rank that only samples."""
     return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
@@ -321,7 +321,7 @@ def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Te
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
     """old / sampler of every token, truncated and masked as the flags say, or 1 without them. [T], no gradient.
 
-    The sampler drew the tokens, and its probabilities are not old's: its weights may be older, its arithmetic another.
+    The sampler drew the tokens. Its probabilities differ from ``old_T``: by older weights, or by other kernels.
     """
     cap = args.truncated_importance_sampling_ratio_cap
     mask = args.importance_sampling_mask
@@ -339,11 +339,11 @@ class Tokens:
     """The response tokens of a micro-batch, [T] each in fp32: what ``token_loss`` is computed from."""
 
     logprobs_T: torch.Tensor  # the policy's, with gradient
-    old_T: torch.Tensor  # the policy's before the first optimizer step on this batch: equal if there is only one
+    old_T: torch.Tensor  # the policy's before the batch's first optimizer step; with one step, logprobs_T itself
     ref_T: torch.Tensor  # the reference's; 0 without one
     sampler_T: torch.Tensor  # the engine's
     advantages_T: torch.Tensor
-    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 for what only keeps a rank in step with the others
+    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 in an empty micro-batch
     entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coef wants it
     full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
 
@@ -351,7 +351,7 @@ class Tokens:
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
 
-    ``beta``: coefficient of the KL in the loss. Pieces beyond these five are logged as policy/NAME, their mean.
+    ``beta``: coefficient of the KL in the loss. Further pieces than those below are logged as policy/NAME, their mean.
     """
     # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
     ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
@@ -361,8 +361,8 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    # The weight is for what depends on the token drawn. Entropy and full KL are sums over the vocabulary: after given
-    # tokens their weight would be noise around 1, and less than 1 on average once it is truncated.
+    # The importance weight is for terms of the sampled token. Entropy and full KL sum over the vocabulary: there it
+    # would only add noise, and shrink them where it is truncated.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
@@ -552,16 +552,16 @@ class ValueNormalizer:
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Builds the engine and is the only one to touch it. Messages, taken while it pauses:
+    """Builds the engine; no other thread touches it. Messages, which it reads while the engine pauses:
 
-    in   ("generate", batch, [(key, prompt ids, seed)], sampling), a request for an episode with its row; ("until",
+    in   ("generate", batch, [(key, prompt ids, seed)], sampling), with the data's row for an episode; ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of computing), ("slept",),
          ("called", function(llm)), ("error", exception): the main thread raises it again
 
-    Counting decides when the engine pauses, never the clock, so a run can be repeated: after each whole batch, or, with
-    --inflight_updates, after the step that completes the batch named by the last "until". An engine in flight on a rank
-    of its own (--vllm_engines) never pauses, and takes messages as they arrive.
+    The engine pauses by count and never by time, so that a run can be repeated: after each whole batch, or, with
+    --inflight_updates, after the step that completes the batch named by the last "until". With --inflight_updates and
+    --vllm_engines it never pauses, and messages are read as they arrive.
     Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
     """
     episodes = Episodes(args)
@@ -628,7 +628,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             episodes.close()
             if llm is not None:
                 release_vllm(llm)
-        finally:  # a device in error refuses that as well
+        finally:  # on a device in error the release fails, too: report the first error even then
             outbox.put(("error", error))
 
 
@@ -649,7 +649,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
+        # False on CPUs: after a part of a prompt vLLM rewinds the random generator, and can do so only on CUDA.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
@@ -709,8 +709,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics of what was left out: the best of each prompt's (--generation_size), and new
-    prompts in place of groups of equal reward (--dynamic_sampling_rounds). Problems in ``batch`` are replaced, too.
+    """The samples to train on, and metrics of the choice: keeps each prompt's best (--generation_size), and samples new
+    prompts for groups of equal reward (--dynamic_sampling_rounds), also in ``batch.problems``.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
@@ -758,7 +758,7 @@ def evaluate(
 
 @watchdog.ends_all_ranks
 def main(args: Args, ready: Ready | None) -> None:
-    """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
+    """Train; a rank of --vllm_engines only samples. ``ready``: what ``preflight(args)`` returned."""
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
@@ -837,7 +837,7 @@ def main(args: Args, ready: Ready | None) -> None:
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
-        # 5 log-probs: reference (only if there is one); old (only if more than one optimizer step, or for the reward)
+        # 5 log-probs: reference, if there is one; old, if there are several optimizer steps or a KL in the reward
         known = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             known = []
@@ -958,13 +958,13 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
+                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # equal on all ranks
                     deepspeed_zero.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 
-        # 8 push: the engine answers what comes next with the new weights
-        if args.inflight_updates == "off":  # and each batch that was asked for with those it began with
+        # 8 push: the engine answers later requests with the new weights
+        if args.inflight_updates == "off":  # batches it has begun are finished with the old ones
             for asked in queue.batches:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):

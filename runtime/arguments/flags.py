@@ -110,7 +110,7 @@ class RunFlags:
     """JSON object of fields to change in the model's config.json."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights and of sampling; master weights are always fp32. auto: bfloat16 on GPUs (float16 on a
-    T4) and on CPUs where it is measured to be 1.4 times as fast as float32. float16 requires a GPU and uses loss
+    T4) and on CPUs where a test at the start finds it 1.4 times as fast as float32. float16 needs a GPU; it uses loss
     scaling."""
     attn_implementation: str = "auto"
     """Attention kernel: a name of transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch, for
@@ -121,10 +121,10 @@ class RunFlags:
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
     """Training data: reasoning_gym:NAME?key=value, a .jsonl, .json, .parquet or .csv file, a folder saved by datasets,
-    or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). JSON mixes several: {"a": 1.0, "b": 500}."""
+    or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). {"a": 1.0, "b": 500} mixes: all of a, 500 of b."""
     eval_dataset: str | None = None
     """Evaluation data; its first eval_prompts problems are used and excluded from training. JSON sets the number for
-    each source: {"a": 32, "b": 1.0}. Default: problems held out from --dataset."""
+    each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
     prompt_key: str | None = None
     """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else question."""
     ground_truth_key: str | None = None
@@ -145,8 +145,8 @@ class RunFlags:
     dynamic_sampling_rounds: int = 0
     """Replace zero-variance groups by new prompts, up to this many times per step (DAPO). 0 disables."""
     dataset_filter: tuple[float, float] | None = None
-    """SHARE THRESHOLD: after each epoch over the data, drop the problems answered best, at most SHARE of all, and only
-    those with a fraction of at least THRESHOLD correct answers, e.g. 0.1 1. Default: off."""
+    """SHARE THRESHOLD: after each epoch, drop the problems whose pass rate is at least THRESHOLD, the best first and at
+    most SHARE of them all, e.g. 0.1 1. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
@@ -158,12 +158,12 @@ class RunFlags:
     """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). NAME=gate: the other rewards count only
     if this one is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
-    """Control run: replace the training reward to see how much of a gain it explains; evaluation is unchanged. random:
+    """Control run: train on another reward to see how much is gained without the true one; evaluation is by it. random:
     permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's truth.
     inverted: negate the reward."""
     call_timeout: float = 10.0
-    """Timeout in seconds of each verifier, tool or environment call; its process is killed. The verification scores 0;
-    an environment's error is shown to the model."""
+    """Timeout in seconds of each call of a verifier, tool or environment, after which its process is killed. A verifier
+    then scores 0; of a tool or environment the model is shown an error."""
     check_verifier_status: bool = False
     """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
@@ -214,8 +214,8 @@ class RunFlags:
     """Push weights while responses are being generated. off: only between batches. recompute: recompute the KV cache
     with the new weights. keep: keep the old KV cache."""
     max_logprob_diff: float = 0.1
-    """End the run if the mean gap between engine and trainer log-probs exceeds this, in nats per token (in fp32 a
-    thousandth of it). 0 disables."""
+    """End the run if the mean gap between engine and trainer log-probs exceeds this, in nats per token; in fp32
+    the limit is a thousandth of this number. 0 disables."""
     stop_strings: tuple[str, ...] = ()
     """Stop strings: generation ends after one of them, and it remains part of the response."""
     ignore_eos: bool = False
@@ -233,7 +233,7 @@ class RunFlags:
     on small GPUs, and higher with --vllm_sleep or --vllm_engines."""
     vllm_sleep: Literal["off", "engine", "all"] = "off"
     """Free GPU memory between generation phases. engine: release the engine's weights and KV cache during the update.
-    all: also move the trainer's weights and optimizer states to CPU memory during generation (ZeRO 2)."""
+    all: also move the trainer's weights and optimizer states to CPU memory while sampling (with ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
@@ -247,7 +247,7 @@ class RunFlags:
     because DeepSpeed does not detect NaN gradients there."""
     offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
     """Keep in CPU memory: optimizer (master weights and optimizer states), param (parameters, with ZeRO 3), ref (the
-    reference model between its passes, on GPUs)."""
+    reference model, which a GPU then holds only during its passes)."""
 
     # Structured flags as typed values, each parsed once; ``check`` reads them all, so invalid ones exit with code 2.
     model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
