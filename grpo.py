@@ -6,8 +6,8 @@ Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): several res
 a response is its reward compared with the rewards of its group. What was chosen here:
 
 * vLLM samples in a thread of this process and passes token ids, not text: exactly the ids it drew are trained on.
-* The samples of a group share one row of a micro-batch: their prompt is computed once, with equal results
-  (``--batch_layout``).
+* The samples of a group share one row of a micro-batch: their prompt is computed once, with the same
+  results as in rows of their own (``--batch_layout``).
 * A token's weight in the loss comes from the counts of a whole optimizer step on all ranks (``--loss_norm``). Neither
   micro-batches, nor padding, nor the number of ranks changes a gradient.
 * One optimizer step per batch needs no pass for old log-probs: the ratio is 1, and its gradient is that of log pi.
@@ -18,8 +18,8 @@ a response is its reward compared with the rewards of its group. What was chosen
 * Left out: a critic (ppo.py), tensor-parallel training.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, N response tokens of a step, T response
-tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot at its end, for the
-empty micro-batches of a rank that has fewer of them than another one.
+tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot at its end: a
+rank with fewer micro-batches than another one runs empty ones as well, and these use that slot.
 
     CPU, two cores       python grpo.py
     one GPU              python grpo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
@@ -101,7 +101,7 @@ class Args(flags.RunFlags):
     """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
     off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH: multiply a token's loss by trainer/sampler probability; 0 outside [LOW, HIGH], e.g. 0.5 5 (IcePop)."""
+    """LOW HIGH: weight a token's loss and KL by trainer/sampler probability; 0 outside, e.g. 0.5 5 (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
@@ -109,7 +109,7 @@ class Args(flags.RunFlags):
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full: sum over the vocabulary."""
+    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 d*pi/old, abs |d|, full: sum over the vocabulary."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
     """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
     kl_reward_coef: float | None = None
@@ -161,13 +161,13 @@ def check_args(args: Args) -> None:
             f"--clip_lower {args.clip_lower} must be in [0, 1), and --clip_higher {args.clip_higher} at least 0"
         )
     if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
-        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it bounds ratios near 1; 3 is usual")
+        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it binds at ratio 1; 3 is usual")
     if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
 
 
 def preflight(args: Args) -> Ready | None:
-    """Reject bad settings before torch is imported. Returns ``ready`` of ``main``; None on a rank that only samples."""
+    """Reject bad settings before torch is imported. Returns what ``main`` takes as ``ready``."""
     return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
@@ -272,7 +272,7 @@ class Tokens:
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
 
-    ``beta``: coefficient of the KL in the loss. Further pieces than those below are logged as policy/NAME, their mean.
+    ``beta``: coefficient of the KL in the loss. A piece that you add is logged as policy/NAME, its mean.
     """
     # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
     ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
@@ -323,14 +323,14 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
     """Builds the engine; no other thread touches it. Messages, which it reads while the engine pauses:
 
-    in   ("generate", batch, [(key, prompt ids, seed)], sampling), with the data's row for an episode; ("until",
+    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling); ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
-    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of computing), ("slept",),
-         ("called", function(llm)), ("error", exception): the main thread raises it again
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of steps since the last),
+         ("slept",), ("called", function(llm)), ("error", exception): the main thread raises it again
 
-    The engine pauses by count and never by time, so that a run can be repeated: after each whole batch, or, with
-    --inflight_updates, after the step that completes the batch named by the last "until". With --inflight_updates and
-    --vllm_engines it never pauses, and messages are read as they arrive.
+    When the engine pauses depends on finished requests and never on time, so that a run can be repeated: after each
+    whole batch, or, with --inflight_updates, after the engine step that completes the batch of the last "until". With
+    --inflight_updates and --vllm_engines it never pauses, and messages are read as they arrive.
     Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
     """
     episodes = Episodes(args)
@@ -354,7 +354,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # memory for the weights first, for the KV cache once the push needs no more
+                        if asleep:  # allocate the weights now, and the KV cache when the push has freed its memory
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -379,7 +379,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         if args.inflight_updates == "off":
                             until = batch
             if outbox.abandoned:
-                raise RuntimeError("another engine has taken the place of this one, which had answered nothing")
+                raise RuntimeError("this engine did not answer in time, and another one took its place")
             if running:
                 started = time.perf_counter()
                 outputs = engine.step()
@@ -418,14 +418,14 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: after a part of a prompt vLLM rewinds the random generator, and can do so only on CUDA.
+        # False on CPUs: after a chunk that ends inside a prompt vLLM rewinds the random generator; only CUDA's can.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
+        # With in-flight updates: else a step under way when weights change has its tokens labeled with the new version.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -478,8 +478,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics of the choice: keeps each prompt's best (--generation_size), and samples new
-    prompts for groups of equal reward (--dynamic_sampling_rounds), also in ``batch.problems``.
+    """The samples to train on, and metrics of the choice: keeps each prompt's best (--generation_size), and replaces
+    groups of equal reward by those of new prompts (--dynamic_sampling_rounds), in ``batch.problems`` as well.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
@@ -590,8 +590,8 @@ def main(args: Args, ready: Ready | None) -> None:
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
         # Which samples take part.  in_loss: counted in the loss's normalization.  with_gradient: those of them that are
-        # computed; without KL and entropy a group of equal rewards has gradient 0 and is left out. Where a mini-batch
-        # has no other group, one sample is computed, so that AdamW steps: its momentum moves the weights.
+        # computed; without KL and entropy a group of equal rewards has gradient 0 and is left out. If that leaves none
+        # of a mini-batch, one sample is computed all the same: AdamW must step, because momentum moves the weights.
         zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
@@ -635,7 +635,7 @@ def main(args: Args, ready: Ready | None) -> None:
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
             penalty_N[:-1] = kl.reward * return_to_go(kl_N, offsets)
             if args.kl_reward_norm == "before_norm":  # whole responses, before the statistics, as verl does
-                sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)  # from the first token on
+                sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)  # of whole responses
                 advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
             kl_metrics["kl/reward_coef"] = kl.reward

@@ -98,7 +98,7 @@ class Args(flags.RunFlags):
     """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
     off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH: multiply a token's loss by trainer/sampler probability; 0 outside [LOW, HIGH], e.g. 0.5 5 (IcePop)."""
+    """LOW HIGH: weight a token's loss and KL by trainer/sampler probability; 0 outside, e.g. 0.5 5 (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
@@ -106,7 +106,7 @@ class Args(flags.RunFlags):
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full: sum over the vocabulary."""
+    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 d*pi/old, abs |d|, full: sum over the vocabulary."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
     """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
     kl_reward_coef: float | None = None
@@ -185,7 +185,7 @@ def check_args(args: Args) -> None:
             f"--clip_lower {args.clip_lower} must be in [0, 1), and --clip_higher {args.clip_higher} at least 0"
         )
     if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
-        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it bounds ratios near 1; 3 is usual")
+        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it binds at ratio 1; 3 is usual")
     if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
     if args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()):
@@ -231,7 +231,7 @@ def settings_of_critic(args: Args) -> Args:
 
 
 def preflight(args: Args) -> Ready | None:
-    """Reject bad settings before torch is imported. Returns ``ready`` of ``main``; None on a rank that only samples."""
+    """Reject bad settings before torch is imported. Returns what ``main`` takes as ``ready``."""
     return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
@@ -351,7 +351,7 @@ class Tokens:
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
 
-    ``beta``: coefficient of the KL in the loss. Further pieces than those below are logged as policy/NAME, their mean.
+    ``beta``: coefficient of the KL in the loss. A piece that you add is logged as policy/NAME, its mean.
     """
     # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
     ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
@@ -554,14 +554,14 @@ class ValueNormalizer:
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
     """Builds the engine; no other thread touches it. Messages, which it reads while the engine pauses:
 
-    in   ("generate", batch, [(key, prompt ids, seed)], sampling), with the data's row for an episode; ("until",
+    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling); ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
-    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of computing), ("slept",),
-         ("called", function(llm)), ("error", exception): the main thread raises it again
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of steps since the last),
+         ("slept",), ("called", function(llm)), ("error", exception): the main thread raises it again
 
-    The engine pauses by count and never by time, so that a run can be repeated: after each whole batch, or, with
-    --inflight_updates, after the step that completes the batch named by the last "until". With --inflight_updates and
-    --vllm_engines it never pauses, and messages are read as they arrive.
+    When the engine pauses depends on finished requests and never on time, so that a run can be repeated: after each
+    whole batch, or, with --inflight_updates, after the engine step that completes the batch of the last "until". With
+    --inflight_updates and --vllm_engines it never pauses, and messages are read as they arrive.
     Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
     """
     episodes = Episodes(args)
@@ -585,7 +585,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # memory for the weights first, for the KV cache once the push needs no more
+                        if asleep:  # allocate the weights now, and the KV cache when the push has freed its memory
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -610,7 +610,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         if args.inflight_updates == "off":
                             until = batch
             if outbox.abandoned:
-                raise RuntimeError("another engine has taken the place of this one, which had answered nothing")
+                raise RuntimeError("this engine did not answer in time, and another one took its place")
             if running:
                 started = time.perf_counter()
                 outputs = engine.step()
@@ -649,14 +649,14 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: after a part of a prompt vLLM rewinds the random generator, and can do so only on CUDA.
+        # False on CPUs: after a chunk that ends inside a prompt vLLM rewinds the random generator; only CUDA's can.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
+        # With in-flight updates: else a step under way when weights change has its tokens labeled with the new version.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -709,8 +709,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics of the choice: keeps each prompt's best (--generation_size), and samples new
-    prompts for groups of equal reward (--dynamic_sampling_rounds), also in ``batch.problems``.
+    """The samples to train on, and metrics of the choice: keeps each prompt's best (--generation_size), and replaces
+    groups of equal reward by those of new prompts (--dynamic_sampling_rounds), in ``batch.problems`` as well.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")

@@ -183,7 +183,7 @@ EVIDENCE: dict[str, Row] = {
     "kl_reward_estimator": row("k2", "token advantages", "kl/reward", **KL, kl_placement="both"),
     "kl_target": row((1e-4, 100.0), "kl/coef", **KL),
     "load_ref_policy": row(True, "kl/k1", "kl/full"),
-    "kl_reward_norm": row("inside", "token advantages", **KL, kl_placement="reward"),
+    "kl_reward_norm": row("before_norm", "token advantages", **KL, kl_placement="reward"),
     "ref_policy_update": row((1, 0.5), "kl/k1", **KL),
     # ---- critic
     "disable_value": row(True, "value/mean", "token advantages"),

@@ -82,7 +82,7 @@ class RunFlags:
     """auto: resume from the newest intact checkpoint of this run if its code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
-    """End the run after this many seconds without progress on any rank or in any engine. 0 disables."""
+    """End the run when all ranks together, or one engine, make no progress for this many seconds. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the variable RUN_DIR (set by scripts/submit.py), else
     runs."""
@@ -114,7 +114,7 @@ class RunFlags:
     scaling."""
     attn_implementation: str = "auto"
     """Attention kernel: a name of transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch, for
-    packed rows) or grouped (eager in fewer passes, for CPUs). auto: chosen by device, dtype and layout."""
+    packed rows) or grouped (eager, heads that share a key in one product). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third slower, much less memory."""
 
@@ -145,8 +145,8 @@ class RunFlags:
     dynamic_sampling_rounds: int = 0
     """Replace zero-variance groups by new prompts, up to this many times per step (DAPO). 0 disables."""
     dataset_filter: tuple[float, float] | None = None
-    """SHARE THRESHOLD: after each epoch, drop the problems whose pass rate is at least THRESHOLD, the best first and at
-    most SHARE of them all, e.g. 0.1 1. Default: off."""
+    """SHARE THRESHOLD: after each epoch, drop problems with a pass rate of at least THRESHOLD, highest first, up to a
+    fraction SHARE of all problems, e.g. 0.1 1. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
@@ -158,12 +158,12 @@ class RunFlags:
     """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). NAME=gate: the other rewards count only
     if this one is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
-    """Control run: train on another reward to see how much is gained without the true one; evaluation is by it. random:
+    """Control run: train on another reward to see how much is gained without the true one (evaluation has it). random:
     permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's truth.
     inverted: negate the reward."""
     call_timeout: float = 10.0
     """Timeout in seconds of each call of a verifier, tool or environment, after which its process is killed. A verifier
-    then scores 0; of a tool or environment the model is shown an error."""
+    then scores 0; for a tool or environment the model is shown an error message."""
     check_verifier_status: bool = False
     """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False

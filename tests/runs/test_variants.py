@@ -494,7 +494,7 @@ def test_opsd_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             modules["opsd"].check_args(dataclasses.replace(args, **change))
         assert ended.value.code == 2
-        assert "--divergence is the loss, with no reward" in capsys.readouterr().err
+        assert "--divergence is the loss, no reward" in capsys.readouterr().err
 
 
 def test_opsd_asks_with_any_column(modules, tiny, capsys):

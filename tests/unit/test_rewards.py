@@ -1008,7 +1008,7 @@ def test_another_truth_is_that_of_another_problem_by_chance():
         ({"reward_control": "shuffled", "environment": "x"}, "--environment rewards without a truth"),
         (
             {"reward_control": "random", "num_unique_prompts_rollout": 1, "num_samples_per_prompt_rollout": 1},
-            "one sample a step would be dealt its own reward",
+            "one sample a step would get its own reward",
         ),
     ],
 )
@@ -1017,7 +1017,7 @@ def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
     with pytest.raises(SystemExit) as end:
         rewards.check_control(args)
     assert end.value.code == 2
-    assert f"--reward_control {changes['control']}: {says}" in capsys.readouterr().err
+    assert f"--reward_control {changes['reward_control']}: {says}" in capsys.readouterr().err
     rewards.check_control(ppo.Args(**changes | {"reward_control": "none"}))
 
 
@@ -1038,7 +1038,7 @@ def test_a_control_that_cannot_be_is_refused(capsys):
     one = [Problem([], "1", "last_number", {}) for _ in range(2)]
     with pytest.raises(SystemExit):
         rewards.other_problems(one, seed=1)
-    assert "all problems of --verifier last_number have one truth" in capsys.readouterr().err
+    assert "all truths of --verifier last_number are equal" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         rewards.Verifiers(Args(reward_control="format"), [Problem([], "1", "exact", {})], "cpu", None)
     assert "--reward_control format: --verifier exact reports no part format" in capsys.readouterr().err
