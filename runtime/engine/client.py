@@ -22,6 +22,8 @@ from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weigh
 
 RESTARTS = 2  # times that a failed engine is built again
 PUSH = "acknowledgement of new weights"
+# Exceptions of code that cannot work here, however often it is tried.
+PERMANENT = (AssertionError, AttributeError, ImportError, NotImplementedError, TypeError, ValueError)
 
 
 class Engine:
@@ -97,13 +99,13 @@ class Engine:
     def message(self, what: str) -> tuple:
         """The thread's next message.
 
-        Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample: once may be a
-        crash of its own.
+        Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample. Once may be a
+        crash of its own, unless the exception is one of ``PERMANENT``.
         """
         try:
             return self.watch.receive(self.outbox, self.thread, self.timeout, what)
         except watchdog.EngineFailed as error:
-            again = self.failure or self.restarts == 0
+            again = self.failure or self.restarts == 0 or isinstance(error.__cause__, PERMANENT)
             if self.untried and (what in ("engine", PUSH) or again):
                 watchdog.refuse_engine(error)
             raise
