@@ -70,7 +70,7 @@ class Args(flags.RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch. Groups are split evenly across mini-batches; a group is never split."""
+    """Optimizer steps per epoch over a batch. Groups are split evenly across mini-batches; a group is never split."""
     num_epochs: int = 1
     """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -95,10 +95,10 @@ class Args(flags.RunFlags):
     early_stop_imp_ratio: float | None = None
     """If the mean ratio of an optimizer step exceeds this, skip it and the rest of the batch's steps. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
-    off."""
+    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: off; 2 with
+    --async_steps and no --importance_sampling_mask."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH: weight a token's loss and KL by trainer/sampler probability; 0 outside, e.g. 0.5 5 (IcePop)."""
+    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, 0 beyond these (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
@@ -114,7 +114,7 @@ class Args(flags.RunFlags):
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1. k2 and k3 push away from the reference where pi < ref."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the KL coefficient (the reward's if the KL is there, else the loss's) to keep the KL near
+    """TARGET [HORIZON]: adapt the KL coefficient (the reward's if it has a KL, else the loss's) to keep the KL near
     TARGET nats per token. HORIZON is in sequences, 10000 by default; a larger one adapts more slowly. Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
@@ -556,11 +556,11 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
 
     in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling); ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
-    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of steps since the last),
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
          ("slept",), ("called", function(llm)), ("error", exception): the main thread raises it again
 
-    When the engine pauses depends on finished requests and never on time, so that a run can be repeated: after each
-    whole batch, or, with --inflight_updates, after the engine step that completes the batch of the last "until". With
+    Finished requests, never the time, decide when the engine pauses, so that a run can be repeated: after each whole
+    batch or, with --inflight_updates, after the engine step that completes the batch of the last "until" message. With
     --inflight_updates and --vllm_engines it never pauses, and messages are read as they arrive.
     Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
     """
@@ -647,16 +647,16 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         trust_remote_code=args.trust_remote_code,
         hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
-        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
+        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for draws without a request's own seed
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: after a chunk that ends inside a prompt vLLM rewinds the random generator; only CUDA's can.
+        # False on CPUs: vLLM rewinds the random generator after a chunk that ends inside a prompt; a CPU's cannot be.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        # With in-flight updates: else a step under way when weights change has its tokens labeled with the new version.
+        # Off with in-flight updates: tokens of a step under way would be labeled with the version of the new weights.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -709,8 +709,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics of the choice: keeps each prompt's best (--generation_size), and replaces
-    groups of equal reward by those of new prompts (--dynamic_sampling_rounds), in ``batch.problems`` as well.
+    """The samples to train on, and metrics. Keeps each prompt's best (--generation_size), and replaces groups of equal
+    reward by groups of new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
@@ -821,7 +821,7 @@ def main(args: Args, ready: Ready | None) -> None:
         collect(engine, verifiers, batch, clock)
         samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
-        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
+        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that empty micro-batches use
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
@@ -964,7 +964,7 @@ def main(args: Args, ready: Ready | None) -> None:
         log.check_skips(skips, samples)
 
         # 8 push: the engine answers later requests with the new weights
-        if args.inflight_updates == "off":  # batches it has begun are finished with the old ones
+        if args.inflight_updates == "off":  # finish the batches it has begun with the old weights first
             for asked in queue.batches:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
@@ -994,7 +994,7 @@ def main(args: Args, ready: Ready | None) -> None:
             metrics["value/clip_frac"] = value_totals["clipped"] / value_totals["tokens"]
             metrics["value/lr"] = critic_lr
         log.step(metrics, samples, batch.problems)
-        clock.restart()  # the time of a checkpoint is the next step's
+        clock.restart()  # the time of a checkpoint counts towards the next step
         queue.update_state()
         if checkpoints.after_step(step):
             break

@@ -82,7 +82,7 @@ class RunFlags:
     """auto: resume from the newest intact checkpoint of this run if its code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
-    """End the run when all ranks together, or one engine, make no progress for this many seconds. 0 disables."""
+    """End the run when no rank makes progress, or one engine makes none, for this many seconds. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the variable RUN_DIR (set by scripts/submit.py), else
     runs."""
@@ -114,7 +114,7 @@ class RunFlags:
     scaling."""
     attn_implementation: str = "auto"
     """Attention kernel: a name of transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch, for
-    packed rows) or grouped (eager, heads that share a key in one product). auto: chosen by device, dtype and layout."""
+    packed rows) or grouped (eager, one product per KV head). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third slower, much less memory."""
 
@@ -123,7 +123,7 @@ class RunFlags:
     """Training data: reasoning_gym:NAME?key=value, a .jsonl, .json, .parquet or .csv file, a folder saved by datasets,
     or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). {"a": 1.0, "b": 500} mixes: all of a, 500 of b."""
     eval_dataset: str | None = None
-    """Evaluation data; its first eval_prompts problems are used and excluded from training. JSON sets the number for
+    """Evaluation data; its first eval_prompts problems are used, and left out of training. JSON sets the number for
     each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
     prompt_key: str | None = None
     """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else question."""
@@ -158,7 +158,7 @@ class RunFlags:
     """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). NAME=gate: the other rewards count only
     if this one is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
-    """Control run: train on another reward to see how much is gained without the true one (evaluation has it). random:
+    """Control run: train on another reward to see how much is gained without the true one (evaluation uses it). random:
     permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's truth.
     inverted: negate the reward."""
     call_timeout: float = 10.0
@@ -167,7 +167,7 @@ class RunFlags:
     check_verifier_status: bool = False
     """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
-    """Run programs with resource limits only, on systems whose kernel offers no namespaces for the code sandbox."""
+    """Where the kernel has no namespaces for the sandbox, run a response's code under nothing but resource limits."""
     reward_model_name_or_path: str | None = None
     """Reward model: a sequence classifier with one output (local folder, hub id, or ID@REVISION). Its weighted score is
     added to the verifiers' score."""
