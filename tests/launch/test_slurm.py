@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import slurm_cluster
-import two_nodes
 from helpers import ROOT, command, finish, record
 from slurm_cluster import Slurm, until
-from two_nodes import Nodes
 
 missing = slurm_cluster.reason_for_none()
 pytestmark = [pytest.mark.skipif(bool(missing), reason=missing)]
@@ -40,12 +40,8 @@ sys.exit(int(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.engines
@@ -84,8 +80,7 @@ def edited_while_it_waits(slurm, folder, *words: str) -> str:
     line = ["--run_dir", "run", *words, "--", sys.executable, "says.py"]
     first = slurm.submit(folder, "--env", "X=first", *line)
     (folder / "word.py").write_text("text = 'new'\n")
-    argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", "--env", "X=second", *line]
-    again = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=folder, timeout=60)
+    again = slurm.submission(folder, "--env", "X=second", *line)
     assert again.returncode == 73 and f"still waits or runs; cancel it (scancel {first})" in again.stderr, again.stderr
     renamed = slurm.submit(folder, "--name", "other", "--run_dir", "other", "--env", "X=second", "--", *line[-2:])
     slurm.run("scancel", busy)
@@ -148,17 +143,7 @@ def test_dependencies_that_cannot_be(slurm, tmp_path):
     first = slurm.submit(tmp_path, "--", "bash", "-c", "sleep 3; exit 5")
     last = slurm.submit(tmp_path, "--depends_on", first, "--", "true")
     assert slurm.wait(last, "CANCELLED", "COMPLETED", timeout=60)["JobState"] == "CANCELLED"
-    argv = [
-        sys.executable,
-        str(ROOT / "scripts" / "submit.py"),
-        "--backend",
-        "slurm",
-        "--depends_on",
-        "999999",
-        "--",
-        "true",
-    ]
-    done = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
+    done = slurm.submission(tmp_path, "--depends_on", "999999", "--", "true")
     assert done.returncode == 2 and "--depends_on 999999: Slurm knows no such job" in done.stderr
 
 
@@ -177,14 +162,12 @@ def test_a_submission_from_inside_an_allocation(slurm, tmp_path):
 @pytest.mark.engines
 def test_status_logs_and_cancel(slurm, tmp_path):
     """The commands that the submission prints, and the flags that run them later; the name is that of the run."""
-    line = [sys.executable, str(ROOT / "scripts" / "submit.py")]
-    words = [*line, "--backend", "slurm", "--run_dir", "run", "--", "bash", "-c", "echo hello; sleep 600"]
-    done = subprocess.run(words, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
+    done = slurm.submission(tmp_path, "--run_dir", "run", "--", "bash", "-c", "echo hello; sleep 600")
     job = done.stdout.strip()
     assert f"cancel: scancel {job}" in done.stderr and f"slurm-{job}.out" in done.stderr
     until(lambda: slurm.state(job)["JobState"] == "RUNNING")
     time.sleep(1)
-    ask = lambda what: subprocess.run([*line, what, "run"], env=slurm.env, capture_output=True, text=True, cwd=tmp_path)  # noqa: E731
+    ask = lambda what: slurm.call(sys.executable, str(ROOT / "scripts" / "submit.py"), what, "run", cwd=tmp_path)  # noqa: E731
     assert ask("--status").stdout.startswith(f"{job} ") and "RUNNING" in ask("--status").stdout
     assert ask("--logs").stdout == "hello\n"
     assert ask("--cancel").returncode == 0
@@ -194,25 +177,12 @@ def test_status_logs_and_cancel(slurm, tmp_path):
 @pytest.mark.engines
 def test_cores_come_with_gpus(tmp_path):
     """Two ranks on a node of two GPUs get all of its cores, where Slurm's own default is one for both."""
-    cluster = Slurm(tmp_path, gpus=2)
-    try:
-        cluster.start()
+    with Slurm(tmp_path, gpus=2) as cluster:
         (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-        job = cluster.submit(
-            tmp_path,
-            "--run_dir",
-            "run",
-            "--gpus",
-            "2",
-            "--",
-            "bash",
-            "-c",
-            "echo cores $(env -u OMP_NUM_THREADS nproc)",
-        )
+        words = ["--run_dir", "run", "--gpus", "2", "--", "bash", "-c", "echo cores $(env -u OMP_NUM_THREADS nproc)"]
+        job = cluster.submit(tmp_path, *words)
         assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
         assert f"cores {os.cpu_count()}" in (tmp_path / "run" / f"slurm-{job}.out").read_text()
-    finally:
-        cluster.stop()
 
 
 SLOWLY = """
@@ -225,16 +195,53 @@ def slowly(response, truth, row):
 """
 
 
-@pytest.mark.slow
+def project(folder: Path) -> Path:
+    """A copy of this project's code, in a repository of its own, to be edited while it runs."""
+    for name in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split():
+        if name.endswith((".py", ".sh", ".yaml", ".jinja")) and not name.startswith(("tests/", "studies/")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    return folder
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    """Replace a text that the file has."""
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.engines
 def test_grpo_preempted(slurm, tiny, tmp_path):
-    """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
+    """grpo.py is edited while its job waits and while it is preempted: the numbers are those of what was submitted.
+
+    The preemption is Slurm's own, by a job of a partition that goes first. The first edit moves the weights elsewhere
+    without a word, the second ends a run at its start.
+    """
     (tmp_path / "slowly.py").write_text(SLOWLY)
+    here = project(tmp_path / "project")
     more = ["--total_steps", "2", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
+    line = lambda out: [w.replace(f"{ROOT}/grpo.py", "grpo.py") for w in command(tiny, tmp_path / out, *more)]  # noqa: E731
     finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
-    job = slurm.submit(tmp_path, "--run_dir", "parts", "--", *command(tiny, tmp_path / "parts", *more))
-    log = tmp_path / "parts" / f"slurm-{job}.out"
+    busy = slurm.submit(tmp_path, "--name", "busy", "--cpus", str(os.cpu_count()), "--", "sleep", "600")
+    slurm.wait(busy, "RUNNING")
+    job = slurm.submit(here, "--run_dir", "parts", "--", *line("parts"))
+    edit(here / "grpo.py", "args.learning_rate", "(2 * args.learning_rate)")
+    assert slurm.state(job)["JobState"] == "PENDING"
+    slurm.run("scancel", busy)
+    log = here / "parts" / f"slurm-{job}.out"
     until(lambda: log.exists() and "eval after step 0" in log.read_text(), 120)
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    urgent = slurm.submit(tmp_path, "--name", "urgent", "--partition", "urgent", "--cpus", "2", "--", "sleep", "600")
+    until(lambda: slurm.state(job)["Restarts"] == "1", 120)
+    (here / "grpo.py").write_text("raise SystemExit(9)\n")
+    assert slurm.state(job)["JobState"] == "PENDING"
+    slurm.wait(urgent, "RUNNING")
+    slurm.run("scancel", urgent)
     now = slurm.wait(job, "COMPLETED", "FAILED")
     text = log.read_text()
     assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
@@ -304,27 +311,19 @@ def test_array_and_dependency(slurm, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(bool(two_nodes.reason_for_none()), reason=two_nodes.reason_for_none() or "there are nodes")
 def test_one_job_over_two_nodes(tiny, tmp_path):
     """A rank on each node of the job, stopped and requeued: the numbers of an undisturbed run on one node."""
     more = ["--total_steps", "4", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
     (tmp_path / "slowly.py").write_text(SLOWLY)
     finish(command(tiny, tmp_path / "one", *more, ranks=2), tmp_path / "one.log", 300)
-    with Nodes() as pair:
-        cluster = Slurm(tmp_path, pair)
-        try:
-            cluster.start()
-            line = command(tiny, tmp_path / "two", *more)
-            job = cluster.submit(ROOT, "--run_dir", str(tmp_path / "job"), "--num_nodes", "2", "--", *line)
-            log = tmp_path / "job" / f"slurm-{job}.out"
-            until(
-                lambda: (log.exists() and "step 1/4" in log.read_text()) or cluster.state(job)["JobState"] == "FAILED",
-                240,
-            )
-            cluster.run("scancel", "--batch", "--signal=USR1", job)
-            now = cluster.wait(job, "COMPLETED", "FAILED", timeout=300)
-        finally:
-            cluster.stop()
+    with Slurm(tmp_path, nodes=2) as cluster:
+        line = command(tiny, tmp_path / "two", *more)
+        job = cluster.submit(ROOT, "--run_dir", str(tmp_path / "job"), "--num_nodes", "2", "--", *line)
+        log = tmp_path / "job" / f"slurm-{job}.out"
+        begun = lambda: log.exists() and "step 1/4" in log.read_text()  # noqa: E731
+        until(lambda: begun() or cluster.state(job)["JobState"] == "FAILED", 240)
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        now = cluster.wait(job, "COMPLETED", "FAILED", timeout=300)
     text = log.read_text()
     assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
     assert (now["NumNodes"], now["NodeList"]) == ("2", "node[0-1]")
