@@ -5,6 +5,7 @@
     python scripts/submit.py --backend slurm --gpus 8 -- source setup.sh \\&\\& uv run python grpo.py ...
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
     python scripts/submit.py --status runs/jobs/grpo-1a2b3c4d        or --logs, --cancel: of the last submission there
+    python scripts/submit.py --clean runs/jobs        delete the copies of code of submissions that are over
 
 Several commands, each after its own ``--``, run one after the other; with --array_parallelism each is a task of its
 own. --dry_run prints exactly what would be written and run, and needs no cluster. With every backend, a command
@@ -43,6 +44,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -642,6 +644,33 @@ def follow(argv: list[str]) -> int:
     return subprocess.run(["bash", "-c", line]).returncode
 
 
+def is_over(record: Path) -> bool:
+    """Return True if a submission neither waits nor runs; False also where nobody can tell."""
+    if json.loads(record.read_text())["backend"] == "local":
+        with suppress(OSError), open(record.parent.parent / "submit.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+    line = follow_up(record, "status")
+    if line is None:  # the scheduler did not take it
+        return True
+    asked = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    return (asked.returncode == 0 or "Invalid job id" in asked.stderr) and not GOING.search(asked.stdout)
+
+
+def clean(argv: list[str]) -> int:
+    """``--clean FOLDER``: delete the copies of code of submissions that are over, of one job or of all in FOLDER."""
+    if len(argv) != 2 or not Path(argv[1]).is_dir():
+        refuse("--clean: name a folder of jobs after it, such as runs/jobs, or that of one job")
+    records = submissions(argv[1]) + [record for place in Path(argv[1]).iterdir() for record in submissions(place)]
+    copies = [record for record in records if record.with_name("code").is_dir()]
+    over = [record for record in copies if is_over(record)]
+    for record in over:
+        shutil.rmtree(record.with_name("code"))
+    print(f"deleted {len(over)} copies of code; {len(copies) - len(over)} submissions may still wait or run")
+    return 0
+
+
 def hold(job: Job) -> int | None:
     """Refuse a second submission of a command that still waits or runs, with exit code HELD.
 
@@ -761,8 +790,8 @@ def warn(job: Job) -> None:
 
 def main(argv: list[str]) -> int:
     """Submit a command line, and return the exit code."""
-    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel"):
-        return follow(argv)
+    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel", "--clean"):
+        return clean(argv) if argv[0] == "--clean" else follow(argv)
     args, commands = parse(argv)
     job = make_job(args, commands, parses=True)
     plan = render(job)

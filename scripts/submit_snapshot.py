@@ -23,6 +23,7 @@ PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".pdf")
 LARGEST = 2**20  # bytes of a file that is copied; a larger one is data, and is linked
 MOST = 10_000  # files; more are no folder of code
 NO_CODE = {"__pycache__", "node_modules", "runs", "models"}
+SUBMISSION = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")  # the name of a submission's folder
 OUTPUT = re.compile(r"--\w*[_-]dir")
 
 
@@ -34,13 +35,19 @@ def code_files(folder: Path, named: Iterable[str]) -> list[str]:
     """
     names = listed(folder, "--recurse-submodules")
     new = listed(folder, "--others", "--exclude-standard")
-    names |= {name for name in new if name.endswith(CODE)}
+    names |= {name for name in new if name.endswith(CODE) and not is_result(name)}
     if not names and not git.output(folder, "rev-parse", "--git-dir"):
         names = found(folder)
-    names |= {name for name in inside(folder, named) if not NO_CODE & {*Path(name).parts[:-1]}}
+    names |= {name for name in inside(folder, named) if not is_result(name)}
     if len(names) > MOST:
         raise ValueError(f"{folder} has more than {MOST} files of code")
     return sorted(name for name in names if not name.endswith(PICTURES))
+
+
+def is_result(name: str) -> bool:
+    """Return True for a file in runs/, or in the folder of another submission."""
+    folders = Path(name).parts[:-1]
+    return folders[:1] == ("runs",) or any(map(SUBMISSION.fullmatch, folders))
 
 
 def listed(folder: Path, *options: str) -> set[str]:

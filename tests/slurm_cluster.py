@@ -55,7 +55,7 @@ class Slurm:
             f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.%n.log\n"
             f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/{binding}\nMpiDefault=none\nSwitchType=switch/none\n"
             "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
-            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=10\n"
+            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=60\n"
             "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
             "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
             + ("GresTypes=gpu\n" if gpus else "")

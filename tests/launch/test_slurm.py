@@ -170,8 +170,11 @@ def test_status_logs_and_cancel(slurm, tmp_path):
     ask = lambda what: slurm.call(sys.executable, str(ROOT / "scripts" / "submit.py"), what, "run", cwd=tmp_path)  # noqa: E731
     assert ask("--status").stdout.startswith(f"{job} ") and "RUNNING" in ask("--status").stdout
     assert ask("--logs").stdout == "hello\n"
+    assert ask("--clean").stdout.startswith("deleted 0 copies of code; 1 submissions may still wait or run")
     assert ask("--cancel").returncode == 0
     assert slurm.wait(job, "CANCELLED")["JobState"] == "CANCELLED"
+    until(lambda: slurm.run("squeue", "-h", "-j", job) == "")
+    assert ask("--clean").stdout.startswith("deleted 1 copies") and not list((tmp_path / "run").glob("*/code"))
 
 
 @pytest.mark.engines
@@ -185,6 +188,19 @@ def test_cores_come_with_gpus(tmp_path):
         assert f"cores {os.cpu_count()}" in (tmp_path / "run" / f"slurm-{job}.out").read_text()
 
 
+# Answers in a twentieth of a second; while there is a file `hold`, makes one that says so and waits.
+GATED = """
+import pathlib, time
+from rewards import Reward
+
+def gated(response, truth, row):
+    time.sleep(0.05)
+    place = pathlib.Path(__file__).parent
+    while (place / "hold").exists():
+        (place / "held").touch()
+        time.sleep(0.05)
+    return Reward(float(len(response) % 2))
+"""
 SLOWLY = """
 import time
 from rewards import Reward
@@ -200,7 +216,7 @@ def project(folder: Path) -> Path:
     for name in subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split():
-        if name.endswith((".py", ".sh", ".yaml", ".jinja")) and not name.startswith(("tests/", "studies/")):
+        if not name.startswith(("tests/", "studies/", "docs/", "variants/", "bench/")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -223,9 +239,9 @@ def test_grpo_preempted(slurm, tiny, tmp_path):
     The preemption is Slurm's own, by a job of a partition that goes first. The first edit moves the weights elsewhere
     without a word, the second ends a run at its start.
     """
-    (tmp_path / "slowly.py").write_text(SLOWLY)
+    (tmp_path / "gated.py").write_text(GATED)
     here = project(tmp_path / "project")
-    more = ["--total_steps", "2", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
+    more = ["--total_steps", "5", "--beta", "0.1", "--verifier", f"{tmp_path}/gated.py:gated", "--call_timeout", "300"]
     line = lambda out: [w.replace(f"{ROOT}/grpo.py", "grpo.py") for w in command(tiny, tmp_path / out, *more)]  # noqa: E731
     finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
     busy = slurm.submit(tmp_path, "--name", "busy", "--cpus", str(os.cpu_count()), "--", "sleep", "600")
@@ -235,8 +251,13 @@ def test_grpo_preempted(slurm, tiny, tmp_path):
     assert slurm.state(job)["JobState"] == "PENDING"
     slurm.run("scancel", busy)
     log = here / "parts" / f"slurm-{job}.out"
-    until(lambda: log.exists() and "eval after step 0" in log.read_text(), 120)
-    urgent = slurm.submit(tmp_path, "--name", "urgent", "--partition", "urgent", "--cpus", "2", "--", "sleep", "600")
+    until(lambda: log.exists() and "step 1/5" in log.read_text(), 200)
+    (tmp_path / "hold").touch()
+    until((tmp_path / "held").exists)
+    words = ["--name", "urgent", "--partition", "urgent", "--cpus", str(os.cpu_count())]
+    urgent = slurm.submit(tmp_path, *words, "--", "sleep", "600")
+    until(lambda: "saving after this step" in log.read_text())
+    (tmp_path / "hold").unlink()
     until(lambda: slurm.state(job)["Restarts"] == "1", 120)
     (here / "grpo.py").write_text("raise SystemExit(9)\n")
     assert slurm.state(job)["JobState"] == "PENDING"
@@ -245,7 +266,7 @@ def test_grpo_preempted(slurm, tiny, tmp_path):
     now = slurm.wait(job, "COMPLETED", "FAILED")
     text = log.read_text()
     assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
-    assert "saving after this step" in text and "resuming after step 1" in text, text
+    assert "resuming after step" in text, text
     expected, got = record(tmp_path / "straight" / "run"), record(tmp_path / "parts" / "run")
     for key in expected:
         assert got[key] == expected[key], key
@@ -308,6 +329,49 @@ def test_array_and_dependency(slurm, tmp_path):
         expected = [[f"out{i}", "it's $HOME\n"], str(tmp_path / "run" / f"task_{i}"), "a 'b'"]
         assert json.loads((tmp_path / f"out{i}").read_text()) == expected
     assert (tmp_path / "all").exists()
+
+
+SWEEP = """
+for beta in 0.0 0.03 0.1; do
+    for kl_estimator in k1 k2 k3 k4; do
+        python scripts/submit.py --backend slurm --cpus 1 --env OMP_NUM_THREADS=1 -- python grpo.py "$@" \\
+            --exp_name 0130_kl_scan --beta $beta --kl_estimator $kl_estimator
+    done
+done
+"""
+
+
+@pytest.mark.slow
+def test_a_sweep_of_twelve_runs_from_a_bash_loop(slurm, tiny, tmp_path):
+    """Submitted as users write it, each job named after its run; then plotted, and the copies of the code deleted."""
+    here = project(tmp_path / "project")
+    (tmp_path / "python").symlink_to(sys.executable)
+    line = command(tiny, Path("runs"), "--total_steps", "2")
+    at = line.index("--run_name")
+    words = [*line[2:at], *line[at + 2 :]]
+    env = {"PATH": f"{Path(sys.executable).parent}:{slurm.env['PATH']}"}
+    done = slurm.call("bash", "-ec", SWEEP, "sweep", *words, cwd=here, env=env, timeout=600)
+    jobs = done.stdout.split()
+    assert done.returncode == 0 and len(jobs) == 12, done.stderr
+    assert len({slurm.state(job)["JobName"] for job in jobs}) == 12
+    for job in jobs:
+        now = slurm.wait(job, "COMPLETED", "FAILED", timeout=1200)
+        assert now["JobState"] == "COMPLETED", Path(now["StdOut"]).read_text()
+    runs = list((here / "runs").glob("*/metrics.jsonl"))
+    assert len(runs) == 12
+    plot = [sys.executable, "scripts/plot.py", "runs", "--x", "beta", "--y", "final:policy/entropy"]
+    done = slurm.call(*plot, "--by", "kl_estimator", "--output", "kl.svg", cwd=here, timeout=300)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    table = [row for row in done.stdout.splitlines() if row.startswith("|")]
+    assert [sum(f" k{n} " in row for row in table) for n in (1, 2, 3, 4)] == [3] * 4
+    assert (here / "kl.svg").stat().st_size > 1000
+    size = lambda: sum(path.stat().st_size for path in (here / "runs" / "jobs").rglob("*") if path.is_file())  # noqa: E731
+    before = size()
+    done = slurm.call(sys.executable, "scripts/submit.py", "--clean", "runs/jobs", cwd=here)
+    assert done.stdout == "deleted 12 copies of code; 0 submissions may still wait or run\n"
+    print(f"{before} bytes in runs/jobs, {size()} after --clean")
+    assert size() < 12 * 200_000 < before
 
 
 @pytest.mark.slow

@@ -6,10 +6,12 @@ import base64
 import dataclasses
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -739,6 +741,28 @@ def test_the_folder_to_run_in(tmp_path):
     assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
 
 
+def test_the_copies_of_what_is_over_are_deleted(tmp_path):
+    """Of finished and of failed jobs, and not of one that runs; results, marks and records stay."""
+    run_local(tmp_path, "--", *count("a", 0, 1))
+    run_local(tmp_path, "--", *count("b", 3, 9))
+    (tmp_path / "ready.py").write_text("import pathlib, time\npathlib.Path('ready').touch()\ntime.sleep(60)\n")
+    running = subprocess.Popen([*SUBMIT, "--backend", "local", "--", sys.executable, "ready.py"], cwd=tmp_path)
+    jobs = tmp_path / "runs" / "jobs"
+    while not list(jobs.glob("ready-*/*/code/ready")):
+        assert running.poll() is None
+        time.sleep(0.05)
+    clean = [*SUBMIT, "--clean", "runs/jobs"]
+    said = [subprocess.run(clean, cwd=tmp_path, capture_output=True, text=True).stdout for _ in range(2)]
+    assert said == [f"deleted {n} copies of code; 1 submissions may still wait or run\n" for n in (2, 0)]
+    assert [path.parent.parent.parent.name[:5] for path in jobs.glob("*/*/code/*.py")] == ["ready"]
+    assert len(list(jobs.glob("*/*/submit.json"))) == 3 and len(list(jobs.glob("*/*/exit.0"))) == 2
+    running.terminate()
+    running.wait(timeout=60)
+    one = [*SUBMIT, "--clean", str(next(jobs.glob("ready-*")))]
+    assert subprocess.run(one, cwd=tmp_path, capture_output=True, text=True).stdout.startswith("deleted 1 copies")
+    assert not list(jobs.glob("*/*/code"))
+
+
 STUBBORN = """
 import signal, sys, time, pathlib
 def save(*_):
@@ -827,3 +851,29 @@ def test_a_launcher_that_waits_for_node_0_ends_when_asked(sent, tmp_path):
         launcher.kill()
     said = (tmp_path / "log").read_text()
     assert "for node 0 at 127.0.0.1:29777 (Connection refused)" in said and len(said.splitlines()) < 10, said
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_said(tmp_path):
+    """By node 0, with what to do about it. Node 1, to which another program answers, says so and ends when asked."""
+    (tmp_path / "rank.py").write_text("print('rank started')\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        line = [sys.executable, "scripts/launch.py", "--config_file", "scripts/zero2.yaml", "--num_processes", "2"]
+        line += ["--main_process_port", port]
+        place = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--machine_rank"]
+        rank = str(tmp_path / "rank.py")
+        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        second = subprocess.Popen([*line, *place, "1", rank], **options)
+        for more, remedy in ({}, "choose another"), ({"RUN_ID": "a-1"}, "submit it again under another --name"):
+            done = subprocess.run([*line, *place, "0", rank], env=os.environ | more, timeout=120, **options)
+            said = f"error: --main_process_port {port}: another process on {platform.node()} uses this port; {remedy}"
+            assert done.returncode == 2 and said in done.stdout and "Traceback" not in done.stdout, done.stdout
+        said = ""
+        while "has waited" not in said:
+            said = second.stdout.readline()
+            assert said, "it has ended"
+        second.terminate()
+        assert second.wait(timeout=5) == 75 and f"a process answers at 127.0.0.1:{port}" in said
+        done = subprocess.run([*line, rank], timeout=120, **options)  # on one node accelerate takes another port
+        assert done.returncode == 0 and done.stdout.count("rank started") == 2, done.stdout
