@@ -303,6 +303,67 @@ def test_what_cannot_be_is_an_error(backend, flags, says, capsys):
     assert stop.value.code == 2 and says in said.err and SECRET not in said.err + said.out
 
 
+@pytest.mark.parametrize("backend", ["local", "slurm", "ray", "skypilot"])
+@pytest.mark.parametrize(
+    "words, missing",
+    [
+        ("python none.py", "none.py"),
+        ("env A=1 uv run python none.py", "none.py"),
+        ("source none.sh && python mine.py", "none.sh"),
+        ("bash none.sh", "none.sh"),
+        ("python mine.py --config none.yaml", "none.yaml"),
+        ("accelerate launch --config_file none.yaml mine.py", "none.yaml"),
+        ("python mine.py --verifier none.py:score", "none.py"),
+    ],
+)
+def test_files_that_do_not_exist_never_reach_a_queue(backend, words, missing, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", backend, "--dry_run", "--", *words.split()])
+    assert stop.value.code == 2 and f"error: {missing}: no such file in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time, fits", [("2m", False), ("4m", False), ("241s", True), ("5m", True)])
+def test_a_time_limit_within_the_warning_is_refused(time, fits, capsys):
+    """Slurm asks the job to stop up to four minutes before the end: it would do nothing but restart."""
+    words = ["--backend", "slurm", "--time", time, "--dry_run", "--", "true"]
+    if fits:
+        assert submit.main(words) == 0
+        return
+    with pytest.raises(SystemExit) as stop:
+        submit.main(words)
+    assert stop.value.code == 2 and "s are too few: Slurm asks the job to stop 180 to 240 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [*submit.MASON, "no-host-networking"])
+def test_a_flag_of_mason_is_answered(flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "beaker", "--image", "x", f"--{flag}", "1", "--dry_run", "--", "true"])
+    assert stop.value.code == 2 and "is a flag of mason.py; " in capsys.readouterr().err
+
+
+def test_what_slurm_lists(monkeypatch, capsys):
+    """A job has the name of its run; cores come with GPUs, a failed dependency ends it, and words of the user's."""
+    monkeypatch.chdir(ROOT)
+    words = [
+        "--backend",
+        "slurm",
+        "--gpus",
+        "2",
+        "--depends_on",
+        "7",
+        "--scheduler_args",
+        "--exclude=n3 --reservation r",
+    ]
+    assert submit.main([*words, "--dry_run", "--", "python", "grpo.py", "--beta", "0.07", "--seed", "5"]) == 0
+    line = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    found = dict(word.removeprefix("--").split("=", 1) for word in line if "=" in word)
+    assert found["job-name"] == "grpo__beta=0.07__seed=5", found
+    assert int(found["cpus-per-task"]) >= 2 and found["kill-on-invalid-dep"] == "yes" and found["exclude"] == "n3"
+    assert line[-3:-1] == ["--reservation", "r"]
+
+
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "--", "true"], ["--", "true", "--"]])
 def test_a_command_is_needed(words, capsys):
     with pytest.raises(SystemExit) as stop:
