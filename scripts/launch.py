@@ -40,7 +40,8 @@ def pass_on(signum: int) -> None:
     """Send the signal to the ranks. Before they exist there is nothing to lose: exit with 75, as a rank would."""
     ranks = children()
     if not ranks:
-        os.write(2, f"{signal.Signals(signum).name} before the ranks were started: ending\n".encode())
+        with suppress(OSError):  # nobody reads it any more, as after a terminal has closed
+            os.write(2, f"{signal.Signals(signum).name} before the ranks were started: ending\n".encode())
         os._exit(75)
     if "STOP_REACHES_ALL" in os.environ:  # Slurm signals every process of a job's step
         return

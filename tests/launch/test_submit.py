@@ -915,7 +915,7 @@ def test_a_launcher_that_waits_for_node_0_ends_when_asked(sent, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_said(tmp_path):
+def test_a_port_in_use_is_said(tmp_path, request):
     """By node 0, with what to do about it. Node 1, to which another program answers, says so and ends when asked."""
     (tmp_path / "rank.py").write_text("print('rank started')\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -926,6 +926,7 @@ def test_a_port_in_use_is_said(tmp_path):
         rank = str(tmp_path / "rank.py")
         options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         second = subprocess.Popen([*line, *place, "1", rank], **options)
+        request.addfinalizer(second.kill)
         for more, remedy in ({}, "choose another"), ({"RUN_ID": "a-1"}, "submit it again under another --name"):
             done = subprocess.run([*line, *place, "0", rank], env=os.environ | more, timeout=120, **options)
             said = f"error: --main_process_port {port}: another process on {platform.node()} uses this port; {remedy}"
@@ -934,6 +935,7 @@ def test_a_port_in_use_is_said(tmp_path):
         while "has waited" not in said:
             said = second.stdout.readline()
             assert said, "it has ended"
+        second.stdout.close()  # a launcher whose console has gone obeys as well
         second.terminate()
         assert second.wait(timeout=5) == 75 and f"a process answers at 127.0.0.1:{port}" in said
         done = subprocess.run([*line, rank], timeout=120, **options)  # on one node accelerate takes another port
