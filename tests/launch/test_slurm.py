@@ -138,6 +138,24 @@ def test_requeues_by_the_site_are_no_retries(slurm, tmp_path):
 
 
 @pytest.mark.engines
+def test_a_preemption_is_no_retry(tmp_path):
+    """On a site with the setting that the page has for this version of Slurm: saved, requeued, finished."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    with Slurm(tmp_path, user_signal=True) as cluster:
+        words = ["--run_dir", "run", "--max_retries", "0", "--time", "10m"]
+        job = cluster.submit(tmp_path, *words, "--", sys.executable, "steps.py", "6", "0")
+        log = tmp_path / "run" / f"slurm-{job}.out"
+        until(lambda: log.exists() and "from step 0" in log.read_text())
+        words = ["--name", "urgent", "--partition", "urgent", "--cpus", str(os.cpu_count())]
+        urgent = cluster.submit(tmp_path, *words, "--", "sleep", "1")
+        until(lambda: cluster.state(job)["Restarts"] == "1")
+        cluster.wait(urgent, "COMPLETED")
+        now = cluster.wait(job, "COMPLETED", "FAILED")
+    assert (now["JobState"], now["Restarts"]) == ("COMPLETED", "1"), log.read_text()
+    assert "saved step" in log.read_text()
+
+
+@pytest.mark.engines
 def test_dependencies_that_cannot_be(slurm, tmp_path):
     """After a failed job the next one is canceled; a number that is no job's is refused."""
     first = slurm.submit(tmp_path, "--", "bash", "-c", "sleep 3; exit 5")

@@ -37,7 +37,7 @@ def copy_of(folder: Path, *named: str) -> tuple[Path, list[str]]:
 
 
 def test_copied_and_linked(tmp_path):
-    """What git tracks is copied with its mode, new code too; what is ignored, large, or no code is a link."""
+    """Tracked files are copied with their mode, new code too; what is ignored, large, or no code is a link."""
     here = repository(tmp_path / "here", a_py="1", pkg__b_py="2", _gitignore="out/\nskip.py\n", pkg__image_png="x")
     (here / "a.py").chmod(0o755)
     (here / "new.py").write_text("3")
