@@ -527,7 +527,11 @@ def scripts_in(words: list[str]) -> list[str]:
 
 def git_state(words: list[str]) -> dict[str, Any]:
     """Commit, how tracked files differ from it, and new files among ``words``; empty without git."""
-    return git.changes(Path(), scripts_in(words)) or git.state(Path())
+    commit = git.output(Path(), "rev-parse", "--verify", "HEAD").strip()
+    if not commit:
+        return git.state(Path())  # of a job that submits another one from its copy of the code
+    diff = git.diff(Path(), scripts_in(words))
+    return {"commit": commit, "dirty": bool(diff), "diff": diff}
 
 
 def changed_code(words: list[str]) -> str | None:

@@ -34,11 +34,14 @@ def code_files(folder: Path, named: Iterable[str]) -> list[str]:
     a hidden folder or an environment of Python. Raises ValueError for more than ``MOST`` files.
     """
     names = listed(folder, "--recurse-submodules")
-    new = listed(folder, "--others", "--exclude-standard")
-    names |= {name for name in new if name.endswith(CODE) and not is_result(name)}
+    for name in listed(folder, "--others", "--exclude-standard"):
+        if name.endswith(CODE) and not is_result(name):
+            names.add(name)
     if not names and not git.output(folder, "rev-parse", "--git-dir"):
         names = found(folder)
-    names |= {name for name in inside(folder, named) if not is_result(name)}
+    for name in inside(folder, named):
+        if not is_result(name):
+            names.add(name)
     if len(names) > MOST:
         raise ValueError(f"{folder} has more than {MOST} files of code")
     return sorted(name for name in names if not name.endswith(PICTURES))
@@ -98,16 +101,23 @@ def take(folder: Path, copy: Path, files: Sequence[str], results: Sequence[Path]
     for place in results:
         place.mkdir(parents=True, exist_ok=True)
     copy.parent.mkdir(parents=True, exist_ok=True)
-    places = {str(parent) for name in files for parent in Path(name).parents} | {"."}
-    depth = lambda place: 0 if place == "." else 1 + place.count(os.sep)  # noqa: E731
+    places = {"."}
+    for name in files:
+        places.update(map(str, Path(name).parents))
     with ThreadPoolExecutor(32) as pool:
         for _, level in itertools.groupby(sorted(places, key=depth), depth):
             list(pool.map(lambda place: os.mkdir(copy / place), level))
-        done = pool.map(lambda name: copy_file(folder, copy, name), files)
-        copied = {name for name, was_copied in zip(files, done, strict=True) if was_copied}
-        list(pool.map(lambda place: link_rest(folder, copy, place, copied | places), places))
+        copied = list(pool.map(lambda name: copy_file(folder, copy, name), files))
+        copied = set(itertools.compress(files, copied))
+        there = copied | places
+        list(pool.map(lambda place: link_rest(folder, copy, place, there), places))
     lines = [f"./{name}\n".encode(errors="surrogateescape") for name in copied]
     copy.with_name("code.files").write_bytes(b"".join(sorted(lines)))
+
+
+def depth(place: str) -> int:
+    """Return the number of folders above a folder."""
+    return len(Path(place).parts)
 
 
 def copy_file(folder: Path, copy: Path, name: str) -> bool:
@@ -115,20 +125,27 @@ def copy_file(folder: Path, copy: Path, name: str) -> bool:
     try:
         source = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
-        return error.errno == errno.ELOOP and copy_link(folder, copy, name)
+        if error.errno == errno.ELOOP:
+            return copy_link(folder, copy, name)
+        return False
     try:
         state = os.fstat(source)
         if not stat.S_ISREG(state.st_mode) or state.st_size > LARGEST:
             return False
         content = os.read(source, state.st_size)
-        while len(content) < state.st_size and (more := os.read(source, state.st_size)):
+        while len(content) < state.st_size:
+            more = os.read(source, state.st_size)
+            if not more:
+                break
             content += more
     finally:
         os.close(source)
-    goal = os.open(copy / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IMODE(state.st_mode))
+    mode = stat.S_IMODE(state.st_mode)
+    goal = os.open(copy / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         while content:
-            content = content[os.write(goal, content) :]
+            written = os.write(goal, content)
+            content = content[written:]
     finally:
         os.close(goal)
     return True
@@ -139,15 +156,17 @@ def copy_link(folder: Path, copy: Path, name: str) -> bool:
     goal = os.path.realpath(folder / name)
     if not os.path.exists(goal):
         return False
-    leads_out = not Path(goal).is_relative_to(os.path.realpath(folder))
-    os.symlink(goal if leads_out else os.readlink(folder / name), copy / name)
+    if Path(goal).is_relative_to(os.path.realpath(folder)):
+        goal = os.readlink(folder / name)
+    os.symlink(goal, copy / name)
     return True
 
 
 def link_rest(folder: Path, copy: Path, place: str, there: set[str]) -> None:
     """Link what is in the folder ``place`` of ``folder`` and not in ``there``, which has what ``copy`` has already."""
-    with suppress(FileNotFoundError), os.scandir(folder / place) as entries:
-        for entry in entries:
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(folder / place):
             name = os.path.normpath(os.path.join(place, entry.name))
-            if entry.name not in ("__pycache__", ".git") and name not in there:
-                os.symlink(os.path.abspath(folder / name), copy / name)
+            if entry.name in ("__pycache__", ".git") or name in there:
+                continue
+            os.symlink(os.path.abspath(folder / name), copy / name)

@@ -29,11 +29,8 @@ def reason_for_none() -> str:
 class Slurm:
     """A context with munged, slurmctld and a slurmd per node, with all their files in one folder."""
 
-    def __init__(self, folder: Path, nodes: int = 1, gpus: int = 0, user_signal: bool = False):
-        """``gpus``: with so many invented ones in each node, and jobs bound to their cores.
-
-        user_signal: as on a site that sends a preempted job the signal of --signal (docs/reference/launching.md).
-        """
+    def __init__(self, folder: Path, nodes: int = 1, gpus: int = 0):
+        """``gpus``: with so many invented ones in each node, and jobs bound to their cores."""
         self.folder, self.nodes, self.processes = folder, Nodes(count=nodes), []
         self.env = clean_environment()
         self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
@@ -46,10 +43,6 @@ class Slurm:
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        version = subprocess.run(["slurmctld", "-V"], env=self.env, capture_output=True, text=True).stdout
-        old = tuple(map(int, re.findall(r"\d+", version)[:2])) <= (22, 5)
-        scheduling = ",preempt_send_user_signal" if user_signal and old else ""
-        preemption = "PreemptParameters=send_user_signal\n" if user_signal and not old else ""
         binding = "affinity" if gpus else "none"
         gres = f" Gres=gpu:{gpus}" if gpus else ""
         devices = ",".join(f"/dev/{name}" for name in ("null", "zero", "full", "random")[:gpus])
@@ -63,8 +56,8 @@ class Slurm:
             f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/{binding}\nMpiDefault=none\nSwitchType=switch/none\n"
             "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=60\n"
-            f"SchedulerParameters=batch_sched_delay=0,sched_interval=2{scheduling}\n"
-            f"PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n{preemption}"
+            "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
+            "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
             + ("GresTypes=gpu\n" if gpus else "")
             + "".join(f"{line} CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN{gres}\n" for line in lines)
             + f"PartitionName=test Nodes={','.join(hosts)} Default=YES MaxTime=INFINITE State=UP GraceTime=60\n"

@@ -15,7 +15,9 @@ def output(folder: Path, *words: str) -> str:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         return ""
-    return done.stdout if done.returncode in (0, 1) else ""  # 1: git diff --no-index found a difference
+    if done.returncode not in (0, 1):  # 1: git diff --no-index found a difference
+        return ""
+    return done.stdout
 
 
 def untracked(folder: Path, names: Sequence[str]) -> list[str]:
@@ -25,24 +27,20 @@ def untracked(folder: Path, names: Sequence[str]) -> list[str]:
 
 def diff(folder: Path, names: Sequence[str] = ()) -> str:
     """Return the diff of ``folder`` against its commit, including the untracked files among ``names``."""
-    new = [output(folder, "diff", "--no-index", "--", "/dev/null", name) for name in untracked(folder, names)]
-    return "".join([output(folder, "diff", "HEAD"), *new])
-
-
-def changes(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Commit of ``folder``, how it differs from it (``diff``), and whether it does; empty outside a repository."""
-    commit = output(folder, "rev-parse", "--verify", "HEAD")
-    if not commit:
-        return {}
-    found = diff(folder, names)
-    return {"commit": commit.strip(), "dirty": bool(found), "diff": found}
+    found = output(folder, "diff", "HEAD")
+    for name in untracked(folder, names):
+        found += output(folder, "diff", "--no-index", "--", "/dev/null", name)
+    return found
 
 
 def state(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return ``changes`` without the difference itself.
+    """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository.
 
     In a job of scripts/submit.py, CODE_COMMIT says it: the job runs in a copy, which has no repository of its own.
     """
     if given := os.environ.get("CODE_COMMIT"):
         return {"commit": given.removesuffix("-dirty"), "dirty": given.endswith("-dirty")}
-    return {key: value for key, value in changes(folder, names).items() if key != "diff"}
+    commit = output(folder, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return {}
+    return {"commit": commit.strip(), "dirty": bool(diff(folder, names))}

@@ -108,7 +108,7 @@ import sys, json, sky
 from click.testing import CliRunner
 from sky.client.cli import command
 task = sky.Task.from_yaml(sys.argv[1])
-resources = [str(r) for r in task.resources]
+resources = [f"{r} {r.region}" for r in task.resources]
 words = json.loads(sys.argv[2])
 assert words[:3] == ["sky", "jobs", "launch"], words
 context = command.jobs_launch.make_context("launch", words[3:])
