@@ -30,7 +30,7 @@ test-gpu: setup
 test-engines: setup
 	@command -v slurmctld >/dev/null || (apt-get update -q && apt-get install -yq slurmctld slurmd slurm-client munge iproute2)
 	@[ -x .engines/bin/ray ] || (python3 -m venv .engines && .engines/bin/pip install -q -r requirements-engines.txt)
-	$(PYTHON_BIN) -m pytest -q -rs -m engines tests/launch $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations 8 -rs -m engines tests/launch $(ARGS)
 
 # The first ten minutes with a GPU: tests, a learning curve, phases, TRL; all that comes of it is in gpu-day/
 gpu-day: setup
