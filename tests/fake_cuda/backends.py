@@ -83,6 +83,7 @@ def trainer_kernel(dtype: torch.dtype, masked: bool) -> str:
 def args_of(dtype: str, model: Path) -> grpo.Args:
     """1,024 responses a step, twice as many as vLLM's own largest CUDA graph."""
     given = {"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 16, "max_response_length": 512}
+    given["gradient_checkpointing"] = True  # or fp32 would not fit on a T4
     return grpo.Args(model_name_or_path=str(model), dtype=dtype, **given)
 
 
@@ -152,8 +153,8 @@ def on_a_card(card: str, toolkit: Path, model: Path, choices: Callable) -> dict[
     if os.waitpid(child, 0)[1] != 0:
         raise SystemExit(f"error: the choices on compute capability {card} failed; the reason is above")
     rows, modules = json.loads(text)
-    for name in modules:  # so that the next fork need not
-        if name.split(".")[0] in ("vllm", "transformers") and name not in sys.modules:
+    for name in modules:  # so that the next fork need not; others of vLLM would initialize CUDA here
+        if name.startswith(("transformers.", "vllm.config.")) and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     return rows
@@ -177,7 +178,8 @@ def main() -> None:
             for dtype, row in on_a_card(card, folder / "none", model, trainer_choices).items():
                 table[f"trainer, {card} {dtype}"] = row
         importlib.import_module("vllm")  # once, before the forks
-        importlib.import_module("vllm.v1.attention.selector")
+        importlib.import_module("vllm.engine.arg_utils")
+        assert not torch.cuda.is_initialized()
         for card, nvcc in itertools.product(cards, ("none", "toolkit")):
             for dtype, row in on_a_card(card, folder / nvcc, model, engine_choices).items():
                 table[f"engine, {card} {dtype} {'with' if nvcc == 'toolkit' else 'without'} nvcc"] = row

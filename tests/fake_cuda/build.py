@@ -11,7 +11,9 @@ that imports it. What the real library exports and nothing imports reports its n
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -164,9 +166,15 @@ def build(write_golden: bool = False) -> list[str]:
         GOLDEN.write_text("\n".join(lines) + "\n")
     differences = changes(replaced)
     if not any(" imports " in line for line in differences):
-        OUTPUT.mkdir(parents=True, exist_ok=True)
+        fresh = OUTPUT.with_name("fake.new")  # processes may be using the libraries that are there
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        OUTPUT.mkdir(exist_ok=True)
         for library in replaced:
-            compile_library(library, OUTPUT)
+            compile_library(library, fresh)
+        for library in replaced:
+            os.replace(fresh / library.name, OUTPUT / library.name)
+        shutil.rmtree(fresh)
     return differences
 
 

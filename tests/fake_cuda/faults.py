@@ -71,7 +71,7 @@ FAULTS: list[Fault] = [
         ZERO,
         "        torch.set_num_threads(offload_threads())\n",
         "        pass\n",
-        "runs --only grpo-offload",
+        "waits --only grpo-offload",
         "steps with 1 threads",
     ),
     (
@@ -79,7 +79,7 @@ FAULTS: list[Fault] = [
         "utils.py",
         "x_BV.gather(-1, targets_B[:, None])",
         "x_BV.gather(-1, targets_B[:, None].cpu())",
-        "runs --only grpo",
+        "waits --only grpo",
         "Expected all tensors to be on the same device",
     ),
     (
@@ -114,7 +114,7 @@ FAULTS: list[Fault] = [
         "waits --only grpo",
         "device utils.py:__call__",
     ),
-    ("a wrong stream", BATCHING, PINNED, SIDE_STREAM, "runs --only grpo", "no order of streams"),
+    ("a wrong stream", BATCHING, PINNED, SIDE_STREAM, "waits --only grpo", "no order of streams"),
 ]
 
 

@@ -49,9 +49,8 @@ def main() -> None:
     layers, attention, tokens, out = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     device = torch.device("cuda", 0)
     fields = MODEL | {"num_hidden_layers": layers}
-    args = grpo.Args(
-        model_name_or_path="x", max_prompt_length=256, max_response_length=512, attn_implementation=attention
-    )
+    given = {"max_prompt_length": 256, "max_response_length": 512, "attn_implementation": attention}
+    args = grpo.Args(model_name_or_path="x", vllm_engines=1, **given)  # an engine that takes none of this GPU
     pretrained.register_attention()
     config = AutoConfig.for_model(**{name: value for name, value in fields.items() if name != "architectures"})
     accelerator = deepspeed_zero.make_accelerator(args, torch.bfloat16, device)
@@ -78,10 +77,8 @@ def main() -> None:
             found["largest"] = max(found["largest"], batch.input_ids.numel())
     sizes_of = memory.model_of(fields, 0, True)
     setting = memory.Setting(1, True, torch.cuda.get_device_properties(0).total_memory)
-    states = memory.trainer_states(args, sizes_of, setting)
-    work = memory.passes(args, sizes_of, setting, sizes)
-    found["bound"] = (states["weights"] + states["gradients"] + states["optimizer"]) / GIB
-    found["bound"] += max(work["activations"] + work["logits"], work["reduction"], work["flat gradients"]) / GIB
+    prediction = memory.predict(args, sizes_of, setting, sizes)
+    found["bound"] = (prediction.phases["training"] - prediction.parts["process"]) / GIB
     Path(out).write_text(json.dumps(found, indent=1))
 
 
