@@ -54,7 +54,7 @@ def main() -> None:
     model_folder, out = sys.argv[1:]
     given = {"max_prompt_length": 64, "max_response_length": 16, "sleep": "engine", "vllm_args": '{"max_num_seqs": 16}'}
     args = grpo.Args(model_name_or_path=model_folder, vllm_gpu_memory_utilization=0.4, **given)
-    torch.distributed.init_process_group("nccl")
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     # Weights that are copied to the card: kernels compute nothing here.
     model = pretrained.load_model(args, torch.bfloat16, "sdpa")
     host = {name: weight.detach().clone() for name, weight in model.state_dict().items()}

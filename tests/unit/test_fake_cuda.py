@@ -37,3 +37,13 @@ def test_no_inner_micro_batch_waits_for_the_gpu():
     for name, run in table.items():
         waits = run["waits"].get("update, inner micro-batches", {})
         assert waits == {} or name in ("grpo-zero3", "grpo-offload")
+
+
+def test_choices_do_not_depend_on_nvcc_or_cudnn():
+    """Of the committed table: seven cards, three data types; graphs reach as many sequences as may decode."""
+    table = json.loads((FOLDER / "golden" / "backends.json").read_text())
+    assert len(table) == 7 * 3 * 3
+    for name, row in table.items():
+        assert "cudnn" not in row.values()
+        assert row == table[name.replace(" without ", " with ")]
+        assert row.get("rejected") or row.get("largest_graph") == row.get("sequences")
