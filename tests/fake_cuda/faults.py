@@ -129,7 +129,9 @@ def copy_project(folder: Path) -> None:
     for path in (ROOT / ".cuda").iterdir():
         if path.name not in ("check", "fake"):
             (folder / ".cuda" / path.name).symlink_to(path)
-    shutil.copytree(ROOT / ".cuda" / "fake", folder / ".cuda" / "fake")
+    for part in ("fake", "check/tiny"):
+        if (ROOT / ".cuda" / part).exists():
+            shutil.copytree(ROOT / ".cuda" / part, folder / ".cuda" / part)
 
 
 def unnoticed(fault: Fault) -> str:
