@@ -150,17 +150,17 @@ SHARED = [
     *("--micro_batch_tokens", "136"),
 ]
 RUNS = {
-    "grpo": ("grpo", ["--num_mini_batches", "2", "--beta", "0.1", "--entropy_coeff", "0.05"]),
+    "grpo": ("grpo", ["--num_mini_batches", "2", "--beta", "0.1", "--entropy_coef", "0.05"]),
     "grpo-zero3": (
         "grpo",
         [
             *("--zero_stage", "3", "--num_mini_batches", "2", "--offload", "ref", "--beta", "0.1"),
-            *("--kl_placement", "both", "--kl_reward_norm", "inside"),
+            *("--kl_placement", "both", "--kl_reward_norm", "before_norm"),
         ],
     ),
     "grpo-offload": ("grpo", ["--offload", "optimizer"]),
     # Gradients of the entropy alone: those of a random model's policy overflow at the scaler's first factors.
-    "grpo-float16": ("grpo", ["--dtype", "float16", "--entropy_coeff", "0.01", "--verifier", f"{VERIFIERS}:zero"]),
+    "grpo-float16": ("grpo", ["--dtype", "float16", "--entropy_coef", "0.01", "--verifier", f"{VERIFIERS}:zero"]),
     "ppo": ("ppo", ["--num_mini_batches", "2", "--beta", "0.1"]),
 }
 # Next to fp32 on the CPU, where DeepSpeed has no training in float16; on the same tokens, which sampling would change.
