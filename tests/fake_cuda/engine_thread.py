@@ -52,8 +52,9 @@ def in_engine(engine: Engine) -> float:
 def main() -> None:
     """Write the findings to the file that the command line names."""
     model_folder, out = sys.argv[1:]
-    given = {"max_prompt_length": 64, "max_response_length": 16, "vllm_sleep": "engine", "vllm_args": '{"max_num_seqs": 16}'}
-    args = grpo.Args(model_name_or_path=model_folder, vllm_gpu_memory_utilization=0.4, **given)
+    given = {"max_prompt_length": 64, "max_response_length": 16, "vllm_sleep": "engine"}
+    given["vllm_args"] = '{"max_num_seqs": 16, "gpu_memory_utilization": 0.4}'
+    args = grpo.Args(model_name_or_path=model_folder, **given)
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     # Weights that are copied to the card: kernels compute nothing here.
     model = pretrained.load_model(args, torch.bfloat16, "sdpa")
