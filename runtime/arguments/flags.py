@@ -167,7 +167,7 @@ class RunFlags:
     check_verifier_status: bool = False
     """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
-    """Where the kernel has no namespaces for the sandbox, run a response's code under nothing but resource limits."""
+    """Run a response's code under nothing but resource limits where the kernel has no namespaces for the sandbox."""
     reward_model_name_or_path: str | None = None
     """Reward model: a sequence classifier with one output (local folder, hub id, or ID@REVISION). Its weighted score is
     added to the verifiers' score."""
