@@ -84,10 +84,17 @@ HEDGES += [
 ]
 HEDGES += ["7, 8, 9", "possibly 7", "there are 7 or 8 of them", "there are not 7 of them", "$7$. Alternatively $8$"]
 
+HEDGED_SENTENCES = ["Perhaps there are 7 ways", "There could be 7 ways here", "Maybe she walked 7 miles today"]
+HEDGED_SENTENCES += [
+    "There are 7 ways. No wait, 8",
+    "She needs 7 dollars. Actually, she needs 8",
+    "The value of $y$ is $7$. Actually $8$",
+]
+
 
 def test_a_hedge_is_no_answer():
     pairs = [(f"{announcer}{hedge}.", "7") for announcer in ("The answer is ", "Answer: ") for hedge in HEDGES]
-    assert failures(pairs, 0) == []
+    assert failures(pairs + [(f"Answer: {sentence}.", "7") for sentence in HEDGED_SENTENCES], 0) == []
 
 
 CHOICES = [("D, it can't be A or B", 1), ("(D), not (A)", 1), ("D because it is larger", 1), ("definitely D", 1)]
