@@ -19,6 +19,9 @@ DEEPEST = 20  # braces inside one another that are still read
 COSTLY = re.compile(r"\{\s*\{\s*\{\s*\{|binom[\s{(]*(?:[0-9]{5}|[0-9.]+\s*\^)|[0-9]{5}\s*\\choose")
 BRACKET = re.compile(r"\\.|[][(){}]")  # an escaped character is matched, too, so that "\{" is not taken for a brace
 THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,\\!\s*)(?=[0-9]{3}(?![0-9]))")  # a comma that may stand within a number
+GROUPED = r"(?<![0-9.])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])"
+# Brackets whose only commas may be those between thousands: (3,125) is a point.
+ONLY_COMMAS = re.compile(rf"(?:\\\{{|[(\[])[^()\[\]{{}},]*{GROUPED}[^()\[\]{{}},]*(?:\\\}}|[)\]])")
 # Between the parts of a list: a comma that is no blank of LaTeX, a semicolon, "and" and "or", plain or in \text.
 PARTS = re.compile(r"(?<!\\)[,;]|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b")
 OPENING = re.compile(r"(?:\\left)?\s*(\\\{|\()")  # of a set or a tuple
@@ -489,8 +492,16 @@ def _equal(gold: list, found: list, answer: str, wanted: str) -> bool:
     return unread or _sound(gold[0], found[0])
 
 
+def without_thousands(text: str) -> str:
+    """A formula without the commas between the thousands of its numbers, unless brackets hold no other commas."""
+    return text if ONLY_COMMAS.search(text) else re.sub(GROUPED, lambda number: number[0].replace(",", ""), text)
+
+
 def same_value(answer: str, wanted: str) -> bool:
     """Return True if two texts have the same value, for a reason."""
+    joined = without_thousands(answer), without_thousands(wanted)
+    if joined != (answer, wanted) and (joined[0] == joined[1] or same_value(*joined)):
+        return True
     if too_large(answer) or too_large(wanted):
         return False
     gold = parse_math(wanted)

@@ -14,7 +14,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 
-from runtime.grading.algebra import parts_of, same_value
+from runtime.grading.algebra import parts_of, same_value, without_thousands
 from runtime.grading.final_answer import DASHES, INVISIBLE, without_delimiters
 from runtime.grading.units import (
     GROUP,
@@ -471,7 +471,7 @@ def _same_amount(answer: str, wanted: str) -> bool | None:
             return same_value(f"\\frac{{({angle}) \\pi}}{{180}}", other)
     if not unit or not right_unit or unit == right_unit:
         return None
-    ratio = scale_between(unit, right_unit)
+    ratio, value = scale_between(unit, right_unit), without_thousands(value)
     if ratio is None:
         return False
     return same_value(f"({value}) \\cdot \\frac{{{ratio.numerator}}}{{{ratio.denominator}}}", right)

@@ -236,7 +236,8 @@ def _obstacle(tests: CodeTests) -> str:
     shared = SHARED.search(tests.check)
     if shared is None:
         return ""
-    return f"it uses {shared[0].strip(' (=')}, which a test and a program in two processes do not share"
+    name = shared[0].partition("(")[0].strip(" =")
+    return f"it uses {name}, which a test and a program in two processes do not share"
 
 
 def _same_leaf(value: object, expected: object) -> bool:

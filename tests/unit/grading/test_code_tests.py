@@ -17,6 +17,8 @@ DEFINED_ONLY = [  # tests that define functions and classes, and leave it to a r
     "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n",
     "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertEqual(add(1, 2), 3)\n"
     "if __name__ == '__main__':\n    unittest.main()\n",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 2), 3)\n"
+    "unittest.main()\n",
     "class TestAdd:\n    def test_one(self):\n        assert add(1, 2) == 3\n",
     "import pytest\n@pytest.mark.parametrize('a, b, c', [(1, 2, 3), (2, 2, 4)])\n"
     "def test_add(a, b, c):\n    assert add(a, b) == c\n",

@@ -235,6 +235,36 @@ UNEQUAL = [
 ]
 
 
+GROUPED_IN = [
+    "x={}",
+    "{}\\pi",
+    "\\frac{{{}}}{{7}}",
+    "2\\sqrt{{{}}}",
+    "({}, 5)",
+    "[0,{}]",
+    "5 or {}",
+    "{}x+1",
+    "{}\\text{{ m}}",
+]
+GROUPED_LISTS = [("(3125)", "(3,125)"), ("\\{1234\\}", "\\{1,234\\}"), ("0,125\\pi", "125\\pi"), ("12,001x", "12000x")]
+
+
+@pytest.mark.parametrize("formula", GROUPED_IN)
+def test_thousands_inside_a_formula(formula):
+    plain, *grouped = (formula.format(n) for n in ("32348", "32,348", "32,\\!348", "32,\\! 348", "32{,}348"))
+    assert failures([(f"\\boxed{{{a}}}", b) for one in grouped for a, b in ((one, plain), (plain, one))], 1) == []
+
+
+def test_commas_that_may_separate_a_list_stay():
+    assert failures([(f"\\boxed{{{a}}}", b) for pair in GROUPED_LISTS for a, b in (pair, pair[::-1])], 0) == []
+    assert (
+        failures(
+            [(f"\\boxed{{{a}}}", b) for a, b in (("3,500\\text{ m}", "3.5\\text{ km}"), ("x=1,234", "x=1, 234"))], 1
+        )
+        == []
+    )
+
+
 def test_equalities_and_their_opposites():
     assert failures([(f"\\boxed{{{a}}}", b) for a, b in EQUAL], 1) == []
     assert failures([(f"\\boxed{{{a}}}", b) for a, b in UNEQUAL], 0) == []
