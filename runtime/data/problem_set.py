@@ -258,13 +258,19 @@ def _with_text_parts(message: Any) -> Any:
     return message | {"content": "".join(str(part.get("text") or "") for part in parts)}
 
 
+PICTURES = re.compile(r"(?:decoded_)?images?(?:_?[0-9]+)?|videos|audios")  # columns of verl, MMMU and MathVista
+PICTURE_TAG = re.compile(r"<image(?: ?[0-9]+)?>|<\|image_pad\|>")
+
+
 def _check_seen(row: dict[str, Any], text: str) -> None:
     """Raise ValueError for what belongs to a problem but would not be in its prompt: pictures, and choices."""
-    for key in ("image", "images"):
-        if row.get(key) not in (None, "", []):
-            raise ValueError(f"has a picture in its column {key!r}; pictures are not supported")
-    if "<image>" in text:
-        raise ValueError("has a picture in its prompt (<image>); pictures are not supported")
+    for key, value in row.items():
+        shown = any(value.values()) if isinstance(value, dict) else value  # {"bytes": null, "path": null} is no picture
+        if shown and PICTURES.fullmatch(str(key)):
+            kind = "a picture" if "image" in key else key
+            raise ValueError(f"has {kind} in its column {key!r}; only text is supported")
+    if tag := PICTURE_TAG.search(text):
+        raise ValueError(f"has a picture in its prompt ({tag[0]}); only text is supported")
     for key in ("choices", "options"):
         found = row.get(key)
         choices = (found.get("text") or list(found.values())) if isinstance(found, dict) else found

@@ -137,6 +137,7 @@ KEPT = "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]"
 READ = [  # a row as data sets publish it -> (verifier, truth)
     ({"problem": "Half?", "answer": ["1/2", "one half"]}, ("math", '["1/2", "one half"]')),
     ({"problem": "Half?", "answer": ["50\\%"]}, ("math", "50\\%")),
+    ({"problem": "Half?", "answer": "0.5", "images": [], "image_1": {"bytes": None}}, ("math", "0.5")),
     ({"messages": ASKED, "ground_truth": ["5"], "dataset": ["gsm8k"]}, ("gsm8k", "5")),
     ({"messages": PARTS, "ground_truth": "5"}, ("last_number", "5")),
     ({"question": "Add.", "tests": TESTS}, ("code", TESTS)),
@@ -178,6 +179,9 @@ PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type
 REFUSED_ROWS = [
     ({"problem": "What?", "answer": "5", "images": ["a.png"]}, "picture in its column 'images'"),
     ({"problem": "<image> What?", "answer": "5"}, "picture in its prompt"),
+    ({"problem": "<image 2> What?", "answer": "5"}, "picture in its prompt (<image 2>)"),
+    ({"problem": "What?", "answer": "5", "image_1": {"bytes": "x", "path": None}}, "picture in its column 'image_1'"),
+    ({"problem": "What?", "answer": "5", "videos": ["a.mp4"]}, "videos in its column 'videos'"),
     ({"messages": PICTURE, "ground_truth": "5"}, "a part of type 'image_url'"),
     ({"question": "Which?", "choices": ["cat", "dog"], "answer": 1}, "choices in its column 'choices'"),
     ({"question": "Which?", "options": {"A": "cat", "B": "dog"}, "answer": "1"}, "choices in its column 'options'"),
