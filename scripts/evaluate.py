@@ -46,7 +46,7 @@ from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
 from runtime.environments import episodes
-from runtime.grading.intervals import rate_interval
+from runtime.grading.intervals import interval_text, rate_interval
 from runtime.run import directory, identity
 from runtime.system import process
 from runtime.system.redaction import HIDDEN
@@ -221,7 +221,7 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
             source or ("all" if len(sources) > 1 else sources[0]),
             f"{result[f'{prefix}/problems']}",
             f"{result[f'{prefix}/pass@1']:.3f}",
-            f"{low:.3f} to {high:.3f}",
+            interval_text(low, high),
             *[f"{result[f'{prefix}/reward_mean']:.3f}" for _ in graded],
             *side_by_side([sample for sample in samples if sample.prompt_id in places], problems),
             *[f"{result[f'{prefix}/pass@k']:.3f}" for _ in several],

@@ -46,7 +46,7 @@ import run_many
 import script_loader
 
 from runtime.arguments import flags
-from runtime.grading.intervals import Z, mean_interval
+from runtime.grading.intervals import Z, interval_text, mean_interval
 from runtime.run import directory
 from runtime.run.run_files import read
 from runtime.system import process
@@ -127,7 +127,8 @@ def state_of(differences: list[float], smallest: float, problems: int = 0) -> st
     mean, half = interval(differences, None, problems)
     words = f"{mean:+.4f}"
     if not math.isinf(half):
-        words += f" [{mean - half:+.4f}, {mean + half:+.4f}]"
+        said = interval_text(mean - half, mean + half, "+", 4)
+        words += f" [{said.replace(' to ', ', ')}]"
     if len(differences) < 3 or verdict(differences, smallest, None, problems):
         return words
     numbers = range(len(differences) + 1, 1000)
@@ -287,10 +288,12 @@ def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str, pro
         before = statistics.fmean(pair[0] for pair in pairs)
         after = statistics.fmean(pair[1] for pair in pairs)
         mean, low, high = gain(pairs, problems)
+        said = interval_text(low, high, "+")
         rows.append(
-            f"| {trained_on} | {before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f} |",
+            f"| {trained_on} | {before:.3f} | {after:.3f} | {mean:+.3f} | {said} |",
         )
-        parts.append(f"{trained_on} {mean:+.3f} [{low:+.3f}, {high:+.3f}]")
+        said = said.replace(" to ", ", ")
+        parts.append(f"{trained_on} {mean:+.3f} [{said}]")
     rows.append(f"\n{line}: {metric} gains, by what it is trained on, in {len(pairs)} seeds: {', '.join(parts)}.")
     return "\n".join(rows)
 

@@ -13,6 +13,18 @@ import numpy as np
 Z = 1.959964  # the 97.5 % quantile of the normal distribution
 
 
+def interval_text(low: float, high: float, sign: str = "", digits: int = 3) -> str:
+    """Return both ends of an interval with at least ``digits`` decimals and as many, up to 9, as tell them apart.
+
+    sign: "+" writes the sign of both ends. An interval of width 0 is "all equal".
+    """
+    for count in range(digits, 10):
+        ends = [f"{end:{sign}.{count}f}" for end in (low, high)]
+        if float(ends[0]) != float(ends[1]):  # not as text: -0.000 to +0.000 says nothing either
+            return " to ".join(ends)
+    return "all equal"
+
+
 def wilson(right: float, count: float) -> tuple[float, float]:
     """Return the score interval (low, high) of a probability after ``right`` of ``count`` trials (Wilson 1927)."""
     rate = right / count

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from runtime.grading.intervals import paired_gain
+from runtime.grading.intervals import interval_text, paired_gain
 from runtime.run.doctor import Case, examine
 from runtime.run.run_files import control_of, read
 from runtime.system.process import write_whole
@@ -126,13 +126,13 @@ def in_words(found: dict[str, Any]) -> str:
     if pair is not None:
         lines.append(
             f"           pass@1 {pair['before']:.3f} -> {pair['after']:.3f} on the same {pair['problems']} problems, "
-            f"gain {pair['gain']:+.3f}, 95 % interval {pair['low']:+.3f} to {pair['high']:+.3f}"
+            f"gain {pair['gain']:+.3f}, 95 % interval {interval_text(pair['low'], pair['high'], '+')}"
         )
         reward = pair["reward"] if pair["by_reward"] else None
         if reward is not None:
             lines.append(
                 f"           reward {reward['before']:.3f} -> {reward['after']:.3f}, gain {reward['gain']:+.3f}, "
-                f"95 % interval {reward['low']:+.3f} to {reward['high']:+.3f}"
+                f"95 % interval {interval_text(reward['low'], reward['high'], '+')}"
             )
     forms = {
         "groups_with_signal": "groups with signal {:.0%}",

@@ -128,7 +128,7 @@ def test_the_sentence_of_the_controls():
     assert "| the reward | 0.150 | 0.600 | +0.450 | -0.185 to +1.085 |" in said
     assert said.endswith(
         "grpo.py --beta 0.1: eval/pass@1 gains, by what it is trained on, in 2 seeds: the reward +0.450 "
-        "[-0.185, +1.085], the format alone +0.200 [+0.200, +0.200], a random reward +0.000 [+0.000, +0.000]."
+        "[-0.185, +1.085], the format alone +0.200 [all equal], a random reward +0.000 [all equal]."
     )
     assert paired_comparison.gain([(0.1, 0.5)]) == (0.4, -math.inf, math.inf)
 
