@@ -267,11 +267,11 @@ WRAPPED = re.compile(
 
 
 def refuse_wrapped(problems: list[Problem], args) -> None:
-    """Refuse to put the tokenizer's own template around prompts most of which have one already."""
+    """Refuse to put the tokenizer's own template around prompts most of which have one already; reset's text may."""
     if args.chat_template is not None:
         return
     looked = problems[:1000]
-    texts = ["".join(message["content"] for message in problem.messages) for problem in looked]
+    texts = ["".join(m["content"] for m in p.messages).removesuffix(p.opening) for p in looked]
     wrapped = [text for text in texts if WRAPPED.search(text)]
     if 2 * len(wrapped) > len(looked):
         refuse(
@@ -282,14 +282,14 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
 
 
 def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:
-    """Warn where messages hold special tokens: as a rule another template has written them, and this one does again."""
+    """Warn where messages (but not reset's text) hold special tokens: as a rule another template has written them."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     if args.chat_template == "none" or not special or rank() != 0:
         return
     pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
     found = []
     for problem in problems:
-        text = "".join(message["content"] for message in problem.messages)
+        text = "".join(message["content"] for message in problem.messages).removesuffix(problem.opening)
         if match := pattern.search(text):
             found.append((match[0], text))
     if found:
