@@ -280,11 +280,12 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
-    """Hash rendered problems: up to a thousand of each part, evenly spaced."""
+    """Hash rendered problems and their rows: up to a thousand of each part, evenly spaced."""
     digest = hashlib.sha256()
     for part in parts:
         for i in range(0, len(part), max(1, len(part) // 1000)):
-            digest.update(json.dumps([len(part), i, part[i].prompt_ids, part[i].truth]).encode())
+            row = json.dumps(part[i].row, default=lambda value: type(value).__name__)  # no address, no order of a set
+            digest.update(json.dumps([len(part), i, part[i].prompt_ids, part[i].truth]).encode() + row.encode())
     return digest.hexdigest()
 
 

@@ -291,9 +291,9 @@ class RunLog:
             return
         self.lock.release()
         refuse(
-            f"{self.folder}: --dataset or --eval_dataset gives other problems than before. A file has changed, and "
-            f"with it the order of the problems and the held-out ones: restore it, or start another run (--run_name, "
-            f"--exp_name)"
+            f"{self.folder}: --dataset or --eval_dataset gives other problems, or other columns of them, than before. "
+            f"A file has changed, and with it perhaps the order of the problems and the held-out ones: restore it, or "
+            f"start another run (--run_name, --exp_name)"
         )
 
     def _tracked_by(self, start: Path, state: dict) -> str | None:

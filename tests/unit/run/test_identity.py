@@ -28,6 +28,7 @@ from helpers import (
 
 import grpo
 from runtime.arguments import flags
+from runtime.data.samples import Problem
 from runtime.run import directory, identity
 from runtime.system import git, process
 
@@ -325,6 +326,14 @@ def test_the_difference_from_a_commit_has_files_that_are_not_tracked_yet(tmp_pat
     (tmp_path / "old.py").write_text("after = 1\n")
     lines = git.diff(tmp_path, ["old.py", "mine.py"]).splitlines()
     assert {"-before = 1", "+after = 1", "+new = 1"} <= set(lines) and "+other = 1" not in lines
+
+
+def test_every_column_of_a_row_is_part_of_the_data():
+    """A game's seed is neither in the prompt nor in the truth; what is no JSON has no address in the digest."""
+    digest = lambda row: directory.data_digest([Problem([], "1", "exact", row, [1, 2])])  # noqa: E731
+    assert digest({"seed": 1}) == digest({"seed": 1})
+    assert len({digest(row) for row in ({"seed": 1}, {"seed": 2}, {"game": 1}, {})}) == 4
+    assert digest({"picture": object()}) == digest({"picture": object()})
 
 
 @pytest.mark.parametrize("flag", ["environment", "verifier"])
