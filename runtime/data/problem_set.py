@@ -111,6 +111,12 @@ def value_of(row: dict[str, Any], key: str) -> Any:
     return value
 
 
+def check_column(flag: str, key: str, problems: list[Problem], others: tuple[str, ...]) -> None:
+    """Refuse a value of ``flag`` that is neither one of ``others`` nor a column of the first row."""
+    if not {key, key.partition(".")[0]} & {*others, *problems[0].row}:
+        refuse(f"--{flag} {key}: expected {', '.join(others)} or a column of the data ({', '.join(problems[0].row)})")
+
+
 def known_columns(rows: list) -> tuple[str, str, str, str | None]:
     """(prompt, ground truth, verifier, verifier key) by what the first rows of a source look like.
 
