@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from statistics import fmean
 
 import fork_server
 import pytest
@@ -136,6 +137,48 @@ def exact_rewards(sample: dict) -> tuple[float, float]:
     return number / 8 + sum(((len(text) + number) % 4) / 4 for text in said), float(len(said) % 2)
 
 
+# The prompt, the turns and the score of every sample of every evaluation, in evaluations.jsonl of the run.
+EVALUATIONS = """
+from runtime.system import process
+process.prepare_environment()
+import json, os
+import tyro
+import grpo
+import utils
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain = utils.eval_metrics
+
+    def eval_metrics(samples, problems, step):
+        with open(os.path.join(args.output_dir, "evaluations.jsonl"), "a") as file:
+            for sample in samples:
+                text = problems[sample.prompt_id].messages[-1]["content"]
+                row = {"step": step, "problem": sample.prompt_id, "prompt": text, "turns": sample.turns}
+                file.write(json.dumps(row | {"score": sample.score, "parts": sample.reward_parts}) + "\\n")
+        return plain(samples, problems, step)
+
+    utils.eval_metrics = eval_metrics
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+
+
+def check_evaluations(out: Path) -> None:
+    """Compare every score of every evaluation, and what eval.jsonl makes of them, with the game's own computation."""
+    samples = read_jsonl(out / "evaluations.jsonl")
+    evaluations = read_jsonl(out / "run" / "eval.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 1, 2]
+    for row in evaluations:
+        own = [sample for sample in samples if sample["step"] == row["step"]]
+        scores, formats = zip(*map(exact_rewards, own), strict=True)
+        assert [sample["score"] for sample in own] == list(scores) and len(set(scores)) > 1
+        assert [sample["parts"]["format"] for sample in own] == list(formats)
+        assert len(own) == row["eval/problems"] * row["eval/samples"]
+        assert row["eval/reward_mean"] == pytest.approx(fmean(scores))
+        assert row["eval/pass@1"] == pytest.approx(fmean(score > 0.5 for score in scores)), "no part correct"
+        print(f"evaluation after step {row['step']}: {len(own)} episodes, mean reward {row['eval/reward_mean']}")
+
+
 MODES = {
     "evaluation": ("--eval_prompts", "4", "--eval_every", "1"),
     "ppo": ("ppo",),
@@ -157,7 +200,10 @@ def test_the_rewards_of_a_seeded_game_are_exact_in_every_mode(chatty, tmp_path, 
     script = more.pop(0) if more[:1] == ["ppo"] else "grpo"
     words = [*FEW, "--total_steps", "2", "--log_samples", "1000", "--no-mask_no_eos_with_zero", *more]
     words = ["--environment", f"{FILE}:Exact", *words]
-    finish(command(chatty, tmp_path, *words, script=script, rollout="vllm", ranks=ranks), tmp_path / "log")
+    run = command(chatty, tmp_path, *words, script=script, rollout="vllm", ranks=ranks)
+    finish(with_program(run, tmp_path, EVALUATIONS) if mode == "evaluation" else run, tmp_path / "log")
+    if mode == "evaluation":
+        check_evaluations(tmp_path)
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert len(samples) > 10 and len({sample["reward"] for sample in samples}) > 1
@@ -171,8 +217,6 @@ def test_the_rewards_of_a_seeded_game_are_exact_in_every_mode(chatty, tmp_path, 
         else:
             assert found == list({"inverted": [-score for score in scores], "format": formats}.get(mode, scores))
     print(mode, len(samples), "episodes", [row["reward/mean"] for row in metrics])
-    for row in read_jsonl(tmp_path / "run" / "eval.jsonl") if mode == "evaluation" else ():
-        print({name: value for name, value in row.items() if isinstance(value, float)})
 
 
 @pytest.mark.slow

@@ -285,9 +285,36 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
     assert evaluate.parse(["--run", str(tmp_path), "--mark", "given"])[0].mark == "given"
 
 
-def test_other_data(run, tmp_path):
+@pytest.fixture
+def with_eval_dataset(run, tmp_path) -> Path:
+    """The folder of the same run, as if its evaluations had been on data of their own (--eval_dataset)."""
+    folder = tmp_path / "with eval_dataset"
+    folder.mkdir()
+    (folder / "model").symlink_to(run[0] / "model")
+    config = json.loads((run[0] / "config.json").read_text())
+    config["args"] |= {"eval_dataset": str(tmp_path / "own.jsonl"), "verifier": "exact", "eval_prompts": 3}
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "{i} + 0 =", "answer": "{i}"}}\n' for i in range(5)))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_run_with_eval_dataset_is_evaluated_on_it_or_on_other_data(with_eval_dataset, tmp_path, capsys):
+    """--dataset names what to evaluate on, whatever the run evaluated on; nothing complains of the run's own flag."""
+    asked = lambda found: [problem.messages[-1]["content"] for problem in found]  # noqa: E731
+    args, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset)])
+    assert asked(evaluate.problems_of(args, held_out)) == ["0 + 0 =", "1 + 0 =", "2 + 0 ="]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(f'{{"question": "9 + {i} =", "answer": "{9 + i}"}}\n' for i in range(4)))
+    args, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset), "--dataset", str(other)])
+    assert asked(evaluate.problems_of(args, held_out)) == ["9 + 0 =", "9 + 1 =", "9 + 2 ="]
+    with pytest.raises(SystemExit) as end:
+        evaluate.parse(["--run", str(with_eval_dataset), "--eval_dataset", str(other)])
+    assert end.value.code == 2 and "name what to evaluate on by --dataset" in capsys.readouterr().err
+
+
+def test_other_data(with_eval_dataset, tmp_path):
     """The first problems of a mixture, in order, each source with a row of its own, greedily."""
-    folder, _, _ = run
+    folder = with_eval_dataset
     for name in "ab":
         content = [{"question": f"{i} + {name} =", "answer": "1"} for i in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))

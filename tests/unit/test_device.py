@@ -188,6 +188,14 @@ def test_one_rank_has_no_reduction_to_overlap(monkeypatch, world_size, overlaps)
     assert config["zero_optimization"]["overlap_comm"] is overlaps
 
 
+def test_float16_is_rejected_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        pretrained.resolve_device(grpo.Args(dtype="float16"))
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "--dtype float16 needs a GPU" in said and "give bfloat16 or float32" in said
+
+
 def test_what_deepspeed_is_told():
     """By the flags and the type; the rest of the settings is the same in every run."""
 

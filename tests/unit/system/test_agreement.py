@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+import torch
+from helpers import ROOT, tiny_args
 
+from runtime.engine import choices
 from runtime.system import agreement
 
 RANK = """
@@ -78,6 +80,23 @@ def test_gpus_take_the_sizes_of_the_smallest_and_the_type_of_the_oldest():
     found = agreement.decided([large, small, old])
     assert (found["dtype"], found["layout"], found["sizes"]) == ("float16", "padded", {"tokens": 40})
     assert agreement.decided([large]) == large
+
+
+def test_a_run_goes_as_all_ranks_have_decided(tiny, tmp_path, monkeypatch):
+    """Rank 0 has a CPU that is fast in bf16; this rank, with rates of its own, takes what rank 0 chose."""
+    theirs = {}
+
+    def exchange(name, mine, patience):
+        sizes = {key: 2 * value for key, value in mine["choices"]["sizes"].items()}
+        theirs.update(mine["choices"], dtype="bfloat16", layout="packed", attention="grouped", sizes=sizes)
+        assert theirs["sizes"] != mine["choices"]["sizes"]
+        return [mine | {"choices": theirs}, mine]
+
+    monkeypatch.setattr(agreement, "exchange", exchange)
+    args = tiny_args(tiny, tmp_path, batch_layout="padded")
+    found = choices.choose(args, torch.device("cpu"), torch.float32, "sdpa", {})
+    assert (found.dtype, found.layout, found.attention) == (torch.bfloat16, "packed", "grouped")
+    assert vars(found.sizes) == theirs["sizes"] and found.reason == "as decided for all ranks"
 
 
 @pytest.mark.parametrize(
