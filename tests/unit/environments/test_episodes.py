@@ -449,6 +449,14 @@ def test_what_reset_says_may_look_like_a_chat_template(tiny, capsys):
     assert "are those of a chat template already" in capsys.readouterr().err
 
 
+def test_a_helper_next_to_the_file_is_imported_before_a_project_file_of_its_name(tmp_path):
+    (tmp_path / "utils.py").write_text(
+        "class Rules:\n    def reset(self, **row): pass\n    def turn(self, text): pass\n"
+    )
+    (tmp_path / "own.py").write_text("from utils import Rules\n")
+    assert episodes.describe_class(f"{tmp_path / 'own.py'}:Rules")["is_game"]
+
+
 def test_the_page_has_a_game_that_can_be_played(tiny, tmp_path):
     page = (ROOT / "docs" / "data_and_rewards.md").read_text().partition("## Environments")[2]
     code = page.partition("```python\n")[2].partition("```")[0]
