@@ -11,7 +11,8 @@
         --by kl_estimator kl_placement --output kl.png     final values over an argument: mean and 95 % interval over
                                                            seeds, one line per estimator, one panel per placement
 
---by takes the argument that makes the lines, then those that make the panels; each metric has a row. --x is step,
+--by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
+only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. --x is step,
 episode, time (minutes of training, including evaluations between steps) or, for final values, any argument. The suffix
 of --output decides the format (png, svg, pdf). Comparisons end with a table in Markdown. A run may still be going: a
 half-written last line is ignored, and a mean ends where the shortest of its runs does. A piece that a script's own
@@ -81,6 +82,7 @@ COMPARED = [
 ]
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
 FINAL = "final:"
+MAX_PANELS = 12  # side by side; more of them are too narrow to read
 
 
 def fail(message: str) -> NoReturn:
@@ -447,19 +449,17 @@ def labels(runs: list[Run], names: list[str]) -> list[tuple[str, ...]]:
 
 
 def grouped(runs: list[Run], by: list[str]) -> dict[tuple[str, ...], list[Run]]:
-    """Runs by the values of the arguments ``by``, as text, smallest first. Refuse a group that is not repetitions."""
+    """Runs by the values of the arguments ``by``, as text, smallest first."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in ordered(runs, by):
         groups.setdefault(label(run, by), []).append(run)
-    for members in groups.values():
-        names = differing(members)
-        if names:
-            fail(
-                f"runs that differ in {', '.join(names)} would be averaged as if they differed in the seed alone "
-                f"({members[0].folder.name}, {members[1].folder.name}, ...); add them to --by, or choose one value "
-                f"with --where"
-            )
     return groups
+
+
+def separating(runs: list[Run], by: list[str]) -> list[str]:
+    """The arguments that ``by`` lacks: without them runs would be averaged that differ in more than the seed."""
+    more = dict.fromkeys(name for members in grouped(runs, by).values() for name in differing(members))
+    return list(more)
 
 
 def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
@@ -688,6 +688,16 @@ def compare(args: argparse.Namespace) -> None:
     if args.output is None:
         fail("--output is needed to compare several runs, for example --output compare.png")
     by = [name for name in args.by if name != args.x]
+    more = separating(runs, [*by, args.x] if over_argument else by)
+    if more:
+        by += more
+        panels = len(labels(runs, by[1:]))
+        if panels > MAX_PANELS:
+            fail(
+                f"the runs also differ in {', '.join(more)}, which would make {panels} panels per metric, more than "
+                f"{MAX_PANELS}; choose some of the runs, for example --where {more[-1]}={labels(runs, more[-1:])[0][0]}"
+            )
+        print(f"note: the runs also differ in {', '.join(more)}, so --by is {' '.join(by)}; --where chooses one value")
     draw_comparison(runs, by, keys, args.x, args.output)
     print(args.output)
     if over_argument:

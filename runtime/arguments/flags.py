@@ -306,7 +306,11 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
-    args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    try:
+        args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     changed = {key for key in fields if default is not None and getattr(default, key) != getattr(cls, key, None)}
     args.flags_set = frozenset(named | changed)

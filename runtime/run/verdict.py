@@ -152,9 +152,16 @@ def write(folder: Path, last: int) -> str:
     return in_words(found)
 
 
-def outcome_of(folder: Path) -> str | None:
-    """Return the outcome in verdict.json of a finished run, or None if it cannot be read."""
+def read_verdict(folder: Path) -> dict[str, Any] | None:
+    """Return verdict.json of a finished run, or None if it is missing or no complete verdict."""
     try:
-        return json.loads((folder / FILE).read_text())["outcome"]
+        found = json.loads((folder / FILE).read_text())
+        in_words(found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found
+
+
+def outcome_of(folder: Path) -> str | None:
+    """Return the outcome in verdict.json of a finished run, or None if it cannot be read."""
+    return (read_verdict(folder) or {}).get("outcome")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -300,6 +303,32 @@ def test_other_data(run, tmp_path):
     table = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in cells] for cells in table[1:]] == [["a", "9"], ["b", "4"], ["all", "13"]]
     assert "greedy" in said
+
+
+def test_the_help_has_the_flags_of_an_evaluation_alone(run, capsys):
+    """Each flag that only training reads is absent, and a pasted one is a warning; a run's script adds its own."""
+    with pytest.raises(SystemExit) as end:
+        evaluate.parse(["--help"])
+    shown = set(re.findall(r"^. --(\w+)", capsys.readouterr().out, flags=re.MULTILINE))
+    fields = {f.name for f in dataclasses.fields(evaluate.Args)}
+    assert end.value.code == 0 and shown == fields - set(evaluate.TRAINING) and len(shown) > 30
+    assert {"run", "save_every", "resume", "keep_checkpoints", "temperature"}.isdisjoint(shown)
+    args = evaluate.parse(["--save_every", "5", "--no_track", "--eval-every=2", "--eval_samples", "3"])[0]
+    assert (args.save_every, args.eval_samples) == (5, 3)
+    said = capsys.readouterr().err
+    assert said == "warning: --save_every, --no_track, --eval_every: no effect in an evaluation, which does not train\n"
+    with pytest.raises(SystemExit):
+        evaluate.parse(["--run", str(run[0]), "--help"])
+    with_run = set(re.findall(r"^. --(\w+)", capsys.readouterr().out, flags=re.MULTILINE))
+    assert with_run > shown and "beta" in with_run and with_run.isdisjoint(evaluate.TRAINING)
+
+
+@pytest.mark.parametrize("name", ["grpo.py", "ppo.py", "scripts/evaluate.py"])
+def test_help_whose_reader_ends_early_is_no_error(name):
+    """`--help | head -1`: nothing on standard error."""
+    line = f"{shlex.join(script(name, '--help'))} | head -1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "usage" in done.stdout and done.stderr == ""
 
 
 def test_refusals(tmp_path):
