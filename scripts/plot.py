@@ -60,7 +60,7 @@ PANELS = {
     ],
     "entropy (nats per token)": [("policy/entropy", "entropy", "-")],
     "KL to the reference (nats per sequence)": [("kl/sequence", "KL", "-")],
-    "sampler against trainer, |dlogp| (nats per token)": [
+    "sampler and trainer: log-prob difference (nats per token)": [
         ("sampler/logprob_diff_mean", "mean", "-"),
         ("sampler/logprob_diff_max", "max", ":"),
     ],
