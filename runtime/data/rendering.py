@@ -312,9 +312,10 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     words = (
         f"{len(long)} of {len(problems)} prompts are longer than --max_prompt_length {most} tokens, the longest has "
         f"{longest}; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
+        f"{' plus the definitions of the tools' if args.environment else ''}"
     )
     if how == "error":
-        refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts filter, left or right")
+        refuse(f"{words}. Raise --max_prompt_length to {longest}, or choose --overlong_prompts filter, left or right")
     print_on_rank_0(f"warning: --overlong_prompts {how}: {words}")
     kept = {"filter": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:

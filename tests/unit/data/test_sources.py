@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import json
 import os
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -1078,6 +1080,37 @@ def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
     for eval_prompts in (0, 10):
         load(Args(dataset=train, eval_dataset=test, eval_prompts=eval_prompts))
         assert not capsys.readouterr().out
+
+
+FAULTS = {
+    "missing.jsonl": "",
+    "column.jsonl": '{"problem": "1 + 1 =", "answer": "2"}\n',
+    "truth.jsonl": '{"question": "1 + 1 =", "answer": "a word"}\n',
+    "broken.jsonl": '{"question": "1 + 1 =",\n',
+    "broken.json": "[1, 2",
+    "suffix.txt": "1 + 1\n",
+    "doubts.jsonl": '{"question": "1 + 1 =", "answer": "2"}\n{"question": "1 + 1 =", "answer": "3"}\n',
+    "reasoning_gym:no_such_task": "",
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "in a mixture"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_message_names_the_flag_whose_data_are_wrong(tmp_path, capsys, fault, mixed):
+    """--eval_dataset for the evaluation's file, --dataset for the training's; also after one of the other was read."""
+    good = write(tmp_path / "good.jsonl", rows(30))
+    bad = fault if ":" in fault else str(tmp_path / fault)
+    if FAULTS[fault]:
+        (tmp_path / fault).write_text(FAULTS[fault])
+    given = json.dumps({bad: 1.0}) if mixed else bad
+    for flag, others in (("eval_dataset", {"dataset": good}), ("dataset", {"eval_dataset": good})):
+        args = Args(**others, **{flag: given}, prompt_key="question", eval_prompts=1, num_unique_prompts_rollout=1)
+        with contextlib.suppress(SystemExit):
+            load(args)
+        said = "".join(capsys.readouterr())
+        line = next(line for line in said.splitlines() if line.startswith(("error: ", "warning: ")))
+        assert re.search(rf"--{flag} \S*{re.escape(fault)}", line), line
+        assert len(re.findall(r"--(?:eval_)?dataset\b", line)) == 1, line
 
 
 # ------------------------------------------------------------------------------------------- no truth, a reward model
