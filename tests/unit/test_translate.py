@@ -828,3 +828,14 @@ def test_the_page_of_flags_is_what_the_tables_give():
     assert flags_page.PAGE.read_text() == flags_page.page(), "run: python studies/flags_page.py"
     assert flags_page.EVIDENCE.read_text() == flags_page.evidence(), "run: python studies/flags_page.py"
     assert f"The tests try {len(ATTACKS)} ways" in " ".join(flags_page.ABOUT.split())
+
+
+@pytest.mark.parametrize("named", [["--file"], []], ids=["--file FILE", "FILE"])
+def test_a_file_may_be_given_alone(tmp_path, capsys, named):
+    """`translate.py train.py` reads the file; a word that is no file is still the name of a framework."""
+    file = tmp_path / "train.py"
+    file.write_text('from trl import GRPOTrainer\nGRPOTrainer(model="M", train_dataset="D").train()\n')
+    assert translate.main([*named, str(file), "--command_only"]) == 0
+    assert capsys.readouterr().out.startswith("python grpo.py --as trl ")
+    with pytest.raises(SystemExit):
+        translate.main(["nothing.py"])

@@ -977,6 +977,21 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
         assert [answer in text for text in answers if text.startswith(f"  {' '.join(line)[:60]} -> ")] == [True]
 
 
+@pytest.mark.parametrize("name", ["their train.py", "run.sh"])
+def test_a_training_script_of_others_leads_to_the_translation(tmp_path, capsys, name):
+    """As an argument of a script here, wherever it stands; the value of a flag may be a file, too."""
+    file = tmp_path / name
+    file.write_text("from trl import GRPOTrainer\n")
+    fields = {f.name: f for f in dataclasses.fields(grpo.Args)}
+    for words in ([str(file)], ["--beta", "0.1", str(file), "--seed", "2"]):
+        with pytest.raises(SystemExit) as end:
+            flag_translation.refuse_foreign(words, fields)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and f"python scripts/translate.py --file {shlex.quote(str(file))}" in said
+    flag_translation.refuse_foreign(["--environment", str(file), "--stop", str(file), "--seed", "2"], fields)
+    assert capsys.readouterr().err == ""
+
+
 ACCEPTED = [  # an old command line, and what it is now
     (["--reward_workers", "4"], {}),
     (["--logprob_micro_batch_tokens=4096", "--seed", "3"], {"seed": 3}),
