@@ -348,7 +348,7 @@ def again(config: dict[str, Any], place: Path, start: Path | None) -> dict[str, 
         "run_name": place.name,
         "resume": str(start) if start else "auto",
         "overwrite": False,
-        "track": False,
+        "track": (),
         "save_every": 0,
         "save_minutes": 0,
     }

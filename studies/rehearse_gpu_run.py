@@ -84,7 +84,7 @@ HERE = {
     "engine_process": False,
     "vllm_tensor_parallel_size": 1,
     "tokenizer_name_or_path": None,
-    "track": False,
+    "track": (),
     "overwrite": False,
     "resume": "auto",
     "run_name": "run",

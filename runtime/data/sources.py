@@ -233,7 +233,7 @@ def _saved_or_hub(source: str):
         if datasets.config.HF_HUB_OFFLINE:
             offline = " The hub is not reachable from here, or offline mode is set: only what is cached can be loaded."
         refuse(
-            f"{FLAG.get()} {source} (split {split!r}): no such local file, no folder saved by datasets, and not loadable "
+            f"{FLAG.get()} {source} (split {split!r}): no such local file, no folder saved by datasets, not loadable "
             f"from the hub ({type(error).__name__}: {first_line(error)[:200]}).{offline} Give .jsonl, .json, .parquet "
             f"or .csv files, a hub id (ID:CONFIGURATION where it has several, ID@SPLIT), or "
             f"reasoning_gym:NAME?key=value"

@@ -19,16 +19,7 @@ from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
-from runtime.system.process import (
-    HELD,
-    file_digest,
-    lock_holder,
-    print_on_rank_0,
-    rank,
-    refuse,
-    versions,
-    write_whole,
-)
+from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
 
 # What a run writes in its folder and changes or renames when it starts again.
@@ -38,7 +29,7 @@ WRITTEN = (
 )
 # What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
 LEFT = (
-    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb"),
+    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb", "tensorboard"),
     *("curves.png", "report.html", "eval_samples.jsonl", "measured_kl.json"),
 )
 
@@ -117,9 +108,8 @@ def check_is_a_run(folder: Path, args) -> None:
 def no_run(folder: Path) -> str:
     """Return the reason why a folder holds no run, by its config.json, or "" if it holds one."""
     try:
-        return (
-            "" if "args" in json.loads((folder / "config.json").read_text()) else "its config.json is not that of a run"
-        )
+        has_arguments = "args" in json.loads((folder / "config.json").read_text())
+        return "" if has_arguments else "its config.json is not that of a run"
     except FileNotFoundError:
         return "it has no config.json"
     except (OSError, ValueError, TypeError) as error:

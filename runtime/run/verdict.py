@@ -160,8 +160,3 @@ def read_verdict(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found
-
-
-def outcome_of(folder: Path) -> str | None:
-    """Return the outcome in verdict.json of a finished run, or None if it cannot be read."""
-    return (read_verdict(folder) or {}).get("outcome")

@@ -508,7 +508,7 @@ def test_wandb_is_away(small, capfd, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     begun = time.monotonic()
-    args = small(track=True)
+    args = small(track=("wandb",))
     _, text = goes_on(args, capfd)
     assert time.monotonic() - begun < 60
     note("wandb is not reachable", "a server that is not there", text, "tracking offline", GOES_ON)

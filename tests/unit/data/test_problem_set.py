@@ -562,9 +562,10 @@ def test_wandb_reads_group_tags_and_mode_from_the_environment(tmp_path, monkeypa
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_RUN_GROUP", "kl_sweep")
     monkeypatch.setenv("WANDB_TAGS", "math,k1")
-    log = new_log(tmp_path / "run", track=True)
+    log = new_log(tmp_path / "run", track=("wandb",))
     try:
-        assert (log.wandb.group, sorted(log.wandb.tags), log.wandb.offline) == ("kl_sweep", ["k1", "math"], True)
+        run = log.trackers["wandb"]
+        assert (run.group, sorted(run.tags), run.offline) == ("kl_sweep", ["k1", "math"], True)
         assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     finally:
         log.close()
@@ -583,7 +584,7 @@ def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
         return types.SimpleNamespace(id="x", log=lambda r, step: logged.append((step, r)), finish=lambda: None)
 
     monkeypatch.setattr(wandb, "init", init)
-    log = new_log(tmp_path / "run", track=True)
+    log = new_log(tmp_path / "run", track=("wandb",))
     log.write("metrics.jsonl", {"step": 4, "reward/mean": 0.5})
     log.write("samples.jsonl", {"step": 4, "response": "x"})
     log.close()
@@ -608,7 +609,7 @@ def test_wandb_asks_nobody_and_stops_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(sys, "argv", [*words, "--judge_api_key", "x"])
     words = sys.argv
-    log = new_log(tmp_path / "run", track=True)
+    log = new_log(tmp_path / "run", track=("wandb",))
     log.write("metrics.jsonl", {"step": 1})
     log.close()
     assert asked == [(False, "", False)] * 2 and sys.stdin is terminal and sys.argv is words

@@ -533,7 +533,7 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
 
 def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
     """A run that goes back to before steps that were tracked is a new one: wandb drops steps that it already has."""
-    args = tiny_args(tiny, tmp_path, **SMALL, track=True, keep_checkpoints=0)
+    args = tiny_args(tiny, tmp_path, **SMALL, track=("wandb",), keep_checkpoints=0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = interrupted(args, monkeypatch, after=2)
 
@@ -579,8 +579,8 @@ def test_a_checkpoint_that_fails_for_any_reason_costs_nothing_else(tiny, tmp_pat
 def test_the_end_of_a_run_ends_its_tracking(tmp_path, capsys):
     """And a run that is not tracked says nothing of it."""
     ended = []
-    for tracker in (None, SimpleNamespace(finish=lambda: ended.append("finish"))):
+    for trackers in ({}, {"wandb": SimpleNamespace(finish=lambda: ended.append("finish"))}):
         log = logger.RunLog(tmp_path / "run", grpo.Args(), 2, 10, True)
-        log.wandb = tracker
+        log.trackers = trackers
         log.close()
     assert ended == ["finish"] and "wandb" not in capsys.readouterr().out
