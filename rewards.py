@@ -463,7 +463,7 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 
 
 def check_reward_args(args) -> None:
-    """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
+    """Reject verifiers that do not exist and weights that mean nothing: exit code 2."""
     code_of_run()
     episodes.check(args)
     sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
@@ -594,7 +594,7 @@ def shape_reward(sample, found: Reward, args) -> None:
 
 
 def check_control(args) -> None:
-    """Refuse a --control through which the verifier's score would still be learned from: exit code 2."""
+    """Reject a --control through which the verifier's score would still be learned from: exit code 2."""
     if args.control == "none":
         return
     generated = args.num_unique_prompts_rollout * (args.generation_size or args.num_samples_per_prompt_rollout)
@@ -782,7 +782,7 @@ class Verifiers:
         return samples
 
     def _check_format(self, problems: list) -> None:
-        """Refuse --control format where a verifier, asked about a truth, has no part of this name."""
+        """Reject --control format where a verifier, asked about a truth, has no part of this name."""
         first = {problem.verifier: problem for problem in reversed(problems)}
         first.pop("environment", None)  # which has no parts before its first episode
         futures = {}

@@ -173,7 +173,7 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
 
 
 def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None:
-    """Refuse a script that is not the run's any more; warn of other files, such as the reward function, that are not.
+    """Reject a script that is not the run's any more; warn of other files, such as the reward function, that are not.
 
     ``args``: the run's own. ``accept``: warn of the script, too.
     """
@@ -208,7 +208,7 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
     return problems
 
 
-if __name__ == "__main__":  # --help and every refusal come before the slow imports
+if __name__ == "__main__":  # --help and every error about arguments come before the slow imports
     args, output, held_out, path = parse(sys.argv[1:])
     world_size = process.world_size()
     checks.check(args, world_size)

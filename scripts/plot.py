@@ -428,7 +428,7 @@ def logged_by(runs: list[Run]) -> set[str]:
 
 
 def check_argument(flag: str, name: str, runs: list[Run]) -> None:
-    """Refuse a name that is no argument of these runs."""
+    """Reject a name that is no argument of these runs."""
     if not any(name in run.args for run in runs):
         fail(f"{flag} {name}: no such argument in config.json; these runs differ in: {', '.join(differing(runs))}")
 
@@ -660,7 +660,7 @@ def cell(members: list[Run], key: str, over_argument: bool) -> str:
 
 
 def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:
-    """The metrics of --y without ``final:``, or those usually compared. Refuse what was not logged or does not fit."""
+    """The metrics of --y without ``final:``, or those usually compared. Reject what was not logged or does not fit."""
     over_argument = args.x not in X_LABELS
     logged = logged_by(runs)
     keys = []

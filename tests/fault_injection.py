@@ -583,11 +583,11 @@ def second_run(soak: Soak) -> str:
         raise Finished
     assert code == 73, second.text()
     assert "is in use by a running process" in second.text()
-    return "the second one was refused, the run went on"
+    return "the second one was rejected, the run went on"
 
 
 def full_disk(soak: Soak) -> str:
-    """A full disk for a while. The kernel refuses the run files above 100 kB."""
+    """A full disk for a while. The kernel rejects the run files above 100 kB."""
     words = soak.says("NO CHECKPOINT after step")
     pid = soak.run.process.pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))

@@ -607,7 +607,7 @@ def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
 
 
 def check_enough(training: list[Problem], evaluation: list[Problem], args) -> None:
-    """Refuse too few problems for one step, or none to evaluate on where evaluation was asked for."""
+    """Reject too few problems for one step, or none to evaluate on where evaluation was asked for."""
     if len(training) < args.num_unique_prompts_rollout:
         filtered = " left by --overlong_prompts filter" if args.overlong_prompts == "filter" else ""
         if args.eval_dataset is not None:
@@ -624,7 +624,7 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
 
 
 def check_sandbox(problems: list[Problem], args) -> None:
-    """Refuse to run models' programs where the kernel gives no sandbox, unless that is accepted."""
+    """Exit where the kernel offers no sandbox for models' programs, unless that is accepted."""
     if not any("code" in problem.verifier.split(",") for problem in problems):
         return
     why = sandbox.namespaces_refused()

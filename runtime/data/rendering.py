@@ -25,7 +25,7 @@ TODAY = datetime.datetime(2024, 7, 26)
 
 
 def check_template_variables(tokenizer, args) -> None:
-    """Refuse a variable that the chat template does not read: a misspelled one would change nothing."""
+    """Reject a variable that the chat template does not read: a misspelled one would change nothing."""
     for name in args.template.variables:
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             owner = args.tokenizer_name_or_path or args.model_name_or_path
@@ -267,7 +267,7 @@ WRAPPED = re.compile(
 
 
 def refuse_wrapped(problems: list[Problem], args) -> None:
-    """Refuse to put the tokenizer's own template around prompts most of which have one already."""
+    """Reject prompts most of which already have a chat template: the tokenizer's own would be a second one."""
     if args.chat_template is not None:
         return
     looked = problems[:1000]

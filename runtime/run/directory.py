@@ -66,7 +66,7 @@ def run_name(args, defaults) -> str:
 def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     """Find the folder of a run, and the checkpoint that it resumes from (None: it starts from scratch).
 
-    Refuses whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
+    Rejects whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
     loaded, so a failed start leaves nothing behind. Rank 0 alone verifies checkpoints and returns one;
     ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
     """
@@ -90,7 +90,7 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
 
 
 def check_is_a_run(folder: Path, args) -> None:
-    """Refuse a folder that holds something else than a run, where this one would delete, cut or rename it.
+    """Reject a folder that holds something else than a run, where this one would delete, cut or rename it.
 
     A run is known by the arguments in its config.json, or, where that is lost, by a checkpoint.
     """
@@ -123,7 +123,7 @@ def left_by_a_run(folder: Path) -> list[Path]:
 
 
 def check_apart(folder: Path) -> None:
-    """Refuse a run inside the folder of another, where each would take the other's files for its own."""
+    """Reject a run inside the folder of another, where each would take the other's files for its own."""
     outer = [parent for parent in folder.absolute().parents if not no_run(parent)]
     if outer:
         refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
@@ -173,7 +173,7 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
 
 
 def check_writable(folder: Path, args) -> None:
-    """Refuse a folder in which no file can be made, by making one without a name; a dry run is only warned."""
+    """Reject a folder in which no file can be made, by making one without a name; a dry run is only warned."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -188,7 +188,7 @@ def check_writable(folder: Path, args) -> None:
 
 
 def check_disk(args, folder: Path) -> None:
-    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
+    """Reject a disk that cannot take the trained weights: better in the first second than after the last step.
 
     Counts model/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a model on
     the hub is unknown). Checkpoints are left out: with several ranks each node may have a disk of its own. A dry run
@@ -349,7 +349,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_nothing_is_lost(folder: Path, args) -> None:
-    """For a run without any checkpoint: refuse to start from scratch where it would throw away what the user kept."""
+    """For a run without any checkpoint: reject a start from scratch that would discard what the user kept."""
     done = last_step(folder / "metrics.jsonl")
     if done > 0 and args.save_every == 0 and args.save_minutes == 0:
         refuse(
@@ -367,7 +367,7 @@ def check_nothing_is_lost(folder: Path, args) -> None:
 
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:
-    """Refuse a checkpoint of another configuration or of other code."""
+    """Reject a checkpoint of another configuration or of other code."""
     other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")

@@ -285,7 +285,7 @@ class RunLog:
         self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
 
     def _check_data(self, data: str) -> None:
-        """Refuse to resume on other problems: their order and what is held out would be others."""
+        """Reject a resume on other problems: their order and the held-out ones would differ."""
         if read_config(self.folder).get("data", data) == data:
             return
         self.lock.release()

@@ -24,14 +24,14 @@ def prepare_run(
     own_checks: list[Callable[[flags.RunFlags], None]],
     truth_error: Callable,
 ) -> Ready | None:
-    """Refuse a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
+    """Reject a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
 
     Returns what ``main`` needs; None on a rank that only samples.
 
     Args:
         args: of the run.
         defaults: the script's, which a run's name leaves out.
-        own_checks: what only this script refuses, and what the verifiers do.
+        own_checks: the checks of this script alone, and those of the verifiers.
         truth_error: what is wrong with the ground truth of a row, for the verifiers.
     """
     process.listen_for_signals()

@@ -39,7 +39,7 @@ def exchange(name: str, mine: Any, patience: float) -> list[Any]:
 
 
 def check_equal(facts: list[dict[str, dict[str, Any]]]) -> None:
-    """Refuse ranks that differ, by exit code 2, with the rank and both values. ``facts``: kind -> name -> value."""
+    """Reject ranks that differ, with exit code 2, with the rank and both values. ``facts``: kind -> name -> value."""
     for number, theirs in enumerate(facts):
         for kind, values in theirs.items():
             first = facts[0][kind]

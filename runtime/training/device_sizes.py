@@ -77,7 +77,7 @@ def as_words(changes: dict) -> str:
 def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     """(sizes of micro-batches and engine, why these). Ends with exit code 2 where nothing fits the GPU.
 
-    The flags that name them win, and then nothing is refused.
+    The flags that name them win, and then nothing is rejected.
     """
     if setting.card == 0:
         return default_sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"

@@ -18,7 +18,7 @@ ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base
 
 
 def check_model(args: RunFlags, flag: str = POLICY) -> None:
-    """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
+    """Reject a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
 
     args: ``model_name_or_path`` names it, which ``flag`` gave. Only the policy, of the default flag, needs a template.
     """
@@ -135,7 +135,7 @@ warn_once = functools.cache(print_on_rank_0)  # one model may be loaded for the 
 
 
 def check_files(folder: Path, files: set[str], flag: str) -> None:
-    """Refuse what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
+    """Reject what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
     for name in sorted(files):
         if not name.endswith((".safetensors", ".bin", ".json", ".model")) or not (folder / name).is_file():
             continue
@@ -166,7 +166,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def check_reward_model(args: RunFlags) -> None:
-    """Refuse a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
+    """Reject a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
     name = args.reward_model_name_or_path
     length = args.reward_model_max_length
     if name is None:

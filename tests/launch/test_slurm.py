@@ -144,7 +144,7 @@ def test_requeues_by_the_site_are_no_retries(slurm, tmp_path):
 
 @pytest.mark.engines
 def test_dependencies_that_cannot_be(slurm, tmp_path):
-    """After a failed job the next one is canceled; a number that is no job's is refused."""
+    """After a failed job the next one is canceled; a number that is no job's is rejected."""
     first = slurm.submit(tmp_path, "--", "bash", "-c", "sleep 3; exit 5")
     last = slurm.submit(tmp_path, "--depends_on", first, "--", "true")
     assert slurm.wait(last, "CANCELLED", "COMPLETED", timeout=60)["JobState"] == "CANCELLED"

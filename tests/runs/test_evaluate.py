@@ -341,7 +341,7 @@ def test_refusals(tmp_path):
         (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
         (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),
     ):
-        line = script("scripts/evaluate.py", *words)  # a process of its own: no refusal waits for the slow imports
+        line = script("scripts/evaluate.py", *words)  # a process of its own: no error waits for the slow imports
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean_environment())
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 

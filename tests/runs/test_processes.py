@@ -74,7 +74,7 @@ RAISES_ON_THE_TRUTH = f"error: --verifier: the verifier {VERIFIERS}:raises raise
 
 
 def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
-    """It raises on the truth, too, so the run is refused before its first step."""
+    """It raises on the truth, too, so the run is rejected before its first step."""
     with pytest.raises(SystemExit) as end:
         run_here(tiny_args(tiny, tmp_path, verifier=f"{VERIFIERS}:raises"))
     text = capsys.readouterr().err

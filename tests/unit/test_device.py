@@ -72,7 +72,7 @@ def test_vllm_sends_no_usage_report():
     ],
 )
 def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, wanted, expected):
-    """Or is refused before a model is loaded, with the remedy."""
+    """Or is rejected before a model is loaded, with the remedy."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

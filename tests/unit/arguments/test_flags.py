@@ -66,7 +66,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
-    """Fails the test when main gets as far as importing torch's users: all refusals here come before that."""
+    """Fails the test when main gets as far as importing torch's users: all errors here come before that."""
 
     def reached(*_: str) -> None:
         raise AssertionError("main went on to load tokenizer and model")
@@ -111,7 +111,7 @@ def test_a_program_that_does_not_train_takes_the_flags_that_every_run_has(place)
 
 
 def test_a_dry_run_needs_no_weights(place, nothing_is_loaded):
-    """It can be made where only config and tokenizer are; the run itself refuses (below)."""
+    """It can be made where only config and tokenizer are; the run itself rejects (below)."""
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {"model_name_or_path": "PLACE/no_weights", "dry_run": True}))
 
@@ -572,7 +572,7 @@ def earlier_run(place: Path, changes: dict) -> None:
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free are refused (a hole in a file uses no disk), half as large ones are not."""
+    """Weights larger than what is free are rejected (a hole in a file uses no disk), half as large ones are not."""
     model = shutil.copytree(place / "model", tmp_path / "model")
     free = shutil.disk_usage(tmp_path).free
 

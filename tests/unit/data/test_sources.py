@@ -334,7 +334,7 @@ def test_a_byte_order_mark(tmp_path):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
-    """Text that was written as bytes is text; what is no text is refused as a prompt, and harmless elsewhere."""
+    """Text that was written as bytes is text; what is no text is rejected as a prompt, and harmless elsewhere."""
     monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     picture = b"\x89PNG\xff"
     good = [{"question": f"café {i}".encode(), "answer": str(i), "picture": picture} for i in range(4)]
@@ -882,7 +882,7 @@ DATED = {
 @pytest.mark.parametrize("case", DATED)
 @pytest.mark.parametrize("large", [False, True])
 def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, case, large):
-    """Else a run that was preempted would find other problems after midnight, and refuse to go on."""
+    """Else a run that was preempted would find other problems after midnight, and reject to go on."""
     from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
 
@@ -990,7 +990,7 @@ THINKING = (  # as Qwen3's
 
 
 def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
-    """They reach the template, also from another process, and are part of the key; one it does not read is refused."""
+    """They reach the template, also from another process, and are part of the key; one it does not read is rejected."""
     from transformers import AutoTokenizer
 
     qwen = AutoTokenizer.from_pretrained(tiny)

@@ -1,4 +1,4 @@
-"""--tokenizer_name_or_path: whose tokens and template a run has, and which ones are refused."""
+"""--tokenizer_name_or_path: whose tokens and template a run has, and which ones are rejected."""
 
 from __future__ import annotations
 

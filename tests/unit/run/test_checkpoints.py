@@ -299,7 +299,7 @@ time.sleep(600)
 
 
 def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
-    """It names its holder, refuses a second one, and is free as soon as the process was killed."""
+    """It names its holder, rejects a second one, and is free as soon as the process was killed."""
     line = [sys.executable, "-c", HOLDS, str(tmp_path)]
     holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -510,7 +510,7 @@ def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, ca
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
-    """The kernel refuses files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
+    """The kernel rejects files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
     plain, limits = logger.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
