@@ -374,6 +374,7 @@ def pretrain(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
     Continues a training of the same recipe that was interrupted in this folder.
     """
     import torch
+    from transformers.utils import logging
 
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(recipe.threads)
@@ -396,6 +397,7 @@ def pretrain(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
     if recipe.hints:
         found["hinted"] = {task.name: pass_at_1(recipe, tokenizer, model, task, hinted=True) for task in TASKS}
         print(f"pass@1 with a hint: {found['hinted']}", flush=True)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     progress.path.unlink(missing_ok=True)
