@@ -360,7 +360,7 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     if path not in user_files.texts and not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
     if not path.endswith(".py"):
-        raise ValueError(f"the file {path!r} is not named as Python's are; rename it to {path}.py")
+        raise ValueError(f"the file {path!r} must have the extension .py; rename it to {path}.py")
     try:
         found = getattr(user_files.load(path), function, None)
     except (Exception, SystemExit) as error:  # whatever the user's file raises
@@ -626,7 +626,7 @@ def other_problems(problems: list, seed: int) -> dict[int, object]:
     others = {}
     for verifier, own in judged.items():
         if len({problem.truth for problem in own}) == 1:
-            refuse(f"--control shuffled: all problems of --verifier {verifier} have one truth, so there is no other")
+            refuse(f"--control shuffled: all problems of --verifier {verifier} have the same ground truth")
         random.Random(f"{seed}/{verifier}").shuffle(own)
         for one, other in zip(own, own[1:] + own[:1], strict=True):
             others[id(one)] = other

@@ -122,7 +122,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         check_code(given.run, config, defaults, given.accept_changed_code)
         unknown = [f"--{name}" for name, value in vars(args).items() if value == HIDDEN]
         if unknown:
-            process.refuse(f"{', '.join(unknown)}: a secret, which the run did not write down; give it here as well")
+            process.refuse(f"{', '.join(unknown)}: a secret, which is not recorded in config.json; pass it here")
     if args.engine_args.get("load_format") == "dummy":
         process.refuse(
             "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
@@ -150,7 +150,8 @@ def find_run(folder: Path) -> tuple[dict, Path]:
     script = process.PROJECT / name
     if not script.is_file():
         process.refuse(
-            f"--run {folder}: {script}, which trained it, is gone, and with it the engine that answered; restore it"
+            f"--run {folder}: {script}, which trained it, does not exist any more; restore it, since its "
+            f"engine generates the responses"
         )
     return config, script
 
@@ -183,7 +184,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
             commit = config["git"].get("commit", "unknown")
             process.refuse(
                 f"--run {folder}: {line} since the run, and its engine is part of what the run measured; restore it "
-                f"(the run's commit: {commit}), or evaluate with today's by --accept_changed_code"
+                f"(the run's commit: {commit}), or pass --accept_changed_code to evaluate with the current one"
             )
         if process.rank() == 0:
             print(f"warning: since the run, {line}", file=sys.stderr)

@@ -107,10 +107,10 @@ def find_runs(paths: list[Path]) -> list[Path]:
     # Of runs/*: scripts/run_many.py writes what a run prints beside its folder, as NAME.log.
     paths = [path for path in paths if path.is_dir() or path.suffix != ".log"]
     if not paths:
-        fail("these are logs; give runs, or the folder of a run")
+        fail("these are log files; pass runs, or the folder of a run")
     for path in paths:
         if not path.is_dir():
-            fail(f"{path} is not a folder; give runs, or the folder of a run")
+            fail(f"{path} is not a folder; pass runs, or the folder of a run")
         if next(records(path / "metrics.jsonl"), None) is None:
             fail(f"{path}: no metrics.jsonl, or no step in it yet")
     return paths

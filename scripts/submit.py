@@ -533,7 +533,7 @@ def changed_code(words: list[str]) -> str | None:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in names:
             if os.path.isabs(name) or ".." in Path(name).parts:
-                refuse(f"{name}: is no path inside this folder, which the image has as well; name it from here")
+                refuse(f"{name}: must be a relative path inside this folder, since the image has the same one")
             entry = archive.gettarinfo(name)
             entry.mtime = 0  # the same edits are the same job
             with open(name, "rb") as content:
@@ -669,7 +669,7 @@ def check_dependencies(job: Job) -> None:
         asked = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True)
         if asked.returncode != 0 and "Invalid job id" in asked.stderr + asked.stdout:
             refuse(
-                f"--depends_on {number}: Slurm knows no such job; it forgets one minutes after its end: leave it out"
+                f"--depends_on {number}: Slurm has no such job (it removes one minutes after its end); drop the flag"
             )
 
 
@@ -736,7 +736,8 @@ def warn(job: Job) -> None:
     if job.max_retries == 0:
         return
     if "mount" in BACKENDS[job.backend][1] and not job.mount:
-        print("warning: no --mount: a restart begins anew, since a container's disk ends with it", file=sys.stderr)
+        words = "a restart starts from scratch, since a container's disk is deleted with it"
+        print(f"warning: no --mount: {words}", file=sys.stderr)
     if job.backend == "ray":
         for words in job.commands:
             line = " ".join(words).replace("--output-dir", "--output_dir").replace("=", " ")

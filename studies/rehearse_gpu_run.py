@@ -158,7 +158,7 @@ def planned(args, model: memory.Model, gpus: int, gb: float) -> tuple:
 def foretell(args, model: memory.Model | None, kind: str, gpus: int, problems: int) -> memory.Prediction:
     """Print what a command needs of its GPUs, and seconds. Exits with 2 where it does not fit."""
     if model is None:
-        process.refuse(f"--model_name_or_path {args.model_name_or_path}: its config has not the usual names")
+        process.refuse(f"--model_name_or_path {args.model_name_or_path}: its config lacks the expected fields")
     card = CARDS[kind]
     setting, size, found = planned(args, model, gpus, card.gb)
     device_sizes.sizes_for(args, model, setting)  # rejects what fits in no way, with what would

@@ -353,7 +353,7 @@ def _check_text(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         around = text[max(0, error.start - 20) : error.end + 20]
-        raise ValueError(f"has a {key!r} that is no UTF-8 text, at {around!r}") from None
+        raise ValueError(f"has a {key!r} that is not UTF-8 text, at {around!r}") from None
 
 
 def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:

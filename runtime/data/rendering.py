@@ -255,7 +255,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     alike = len(chats) > 1 and len(set(map(tuple, found))) == 1
     if problems and (empty or alike):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
-        refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
+        refuse(f"{template} does not render the messages: it must write message['content'] for message in messages")
     return _without_overlong(problems, args)
 
 
@@ -275,9 +275,9 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
     wrapped = [text for text in texts if WRAPPED.search(text)]
     if 2 * len(wrapped) > len(looked):
         refuse(
-            f"--chat_template: {len(wrapped)} of the first {len(looked)} prompts are those of a chat template already "
-            f"({wrapped[0][:40]!r} ... {wrapped[0][-40:]!r}); give --chat_template none to take them as they are, or "
-            f"'{{}}' to put the tokenizer's own around them all the same"
+            f"--chat_template: {len(wrapped)} of the first {len(looked)} prompts already contain a chat template "
+            f"({wrapped[0][:40]!r} ... {wrapped[0][-40:]!r}); pass --chat_template none to use them as they are, or "
+            f"'{{}}' to apply the tokenizer's own anyway"
         )
 
 

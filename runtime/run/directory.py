@@ -74,10 +74,10 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     if rank() == 0:
         check_writable(folder, args)
     if holder := lock_holder(folder):
-        words = "wait for its end or choose another --run_name"
+        words = "wait for it to finish or choose another --run_name"
         refuse(f"{folder} is in use by a running process ({holder}); {words}", HELD)
     if args.overwrite and args.resume not in ("auto", "never"):
-        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
+        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues; pass only one of them")
     check_is_a_run(folder, args)
     check_apart(folder)
     if args.overwrite:
@@ -126,7 +126,7 @@ def check_apart(folder: Path) -> None:
     """Reject a run inside the folder of another, where each would take the other's files for its own."""
     outer = [parent for parent in folder.absolute().parents if not no_run(parent)]
     if outer:
-        refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
+        refuse(f"{folder} is inside the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def check_earlier_run(folder: Path, args) -> None:
         change = ", ".join(other[:5])
         refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
     if args.resume == "never":
-        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+        refuse(f"{folder} already contains this run; use --overwrite to replace it, or another --seed or --exp_name")
     if args.resume != "auto" or unfinished(folder, args):
         return
     changed = changed_code(config.get("code"), code_of(args))
@@ -340,7 +340,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if steps and start is None:
         refuse(
             f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
-            f"this run's work; --run_name starts another beside it"
+            f"this run's work; --run_name starts another next to it"
         )
     named = folder / "checkpoints" / "latest"
     if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
@@ -353,12 +353,12 @@ def check_nothing_is_lost(folder: Path, args) -> None:
     done = last_step(folder / "metrics.jsonl")
     if done > 0 and args.save_every == 0 and args.save_minutes == 0:
         refuse(
-            f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes 0); "
+            f"{folder} holds {done} steps of this run and no checkpoint of them (--save_every 0, --save_minutes 0); "
             f"--overwrite starts it from scratch, --seed or --exp_name start another"
         )
     if (folder / "model").exists():
         refuse(
-            f"{folder} holds {done} steps of this very run, which ended without a checkpoint to resume from "
+            f"{folder} holds {done} steps of this run, which ended without a checkpoint to resume from "
             f"(--save_every, --save_minutes); --overwrite starts it from scratch, --model_name_or_path "
             f"{folder / 'model'} starts a run from its weights"
         )
@@ -384,8 +384,8 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
     print_on_rank_0(f"resuming after step {state['step']}, from {start}")
     if state["world_size"] != world_size:
         print_on_rank_0(
-            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is cut "
-            f"anew for them, results are equal up to rounding"
+            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is "
+            f"resharded, results are equal up to rounding"
         )
     _, allowed = changed_arguments(state["args"], args, resolved=True)
     for line in allowed:

@@ -100,7 +100,7 @@ def print_header(
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
     if model is None:
-        lines.append(f"memory     unknown: the config of {args.model_name_or_path} has not the usual names")
+        lines.append(f"memory     unknown: config.json of {args.model_name_or_path} lacks the expected fields")
     else:
         lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
     ids = problems[0].prompt_ids

@@ -33,7 +33,7 @@ def exchange(name: str, mine: Any, patience: float) -> list[Any]:
             refuse(f"another rank failed: {store.get('failure').decode()}", code=1)
         if time.monotonic() > deadline:
             missing = next(n for n, place in enumerate(places) if not store.check([place]))
-            refuse(f"rank {missing} did not come within {patience:g} s; see what it printed", code=1)
+            refuse(f"rank {missing} did not arrive within {patience:g} s; see what it printed", code=1)
         time.sleep(0.1)
     return [json.loads(store.get(place)) for place in places]
 

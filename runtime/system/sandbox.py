@@ -120,7 +120,7 @@ def _kind(value, scope: dict) -> str:
         return name
     if cls.__module__ == scope.get("__name__") and scope.get(cls.__name__) is cls:
         return "member" if isinstance(value, enum.Enum) else "object"
-    raise NoPlainValue(f"a {cls.__qualname__} is no value that a test and a program can exchange")
+    raise NoPlainValue(f"a {cls.__qualname__} is not a value that a test and a program can exchange")
 
 
 def _attributes(value) -> dict:

@@ -83,7 +83,7 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
         return default_sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"
     wanted = next(candidates(args, setting))
     if model is None:
-        return wanted, "the model's config has not the usual names: its memory is unknown"
+        return wanted, "the model's config lacks the expected fields: its memory is unknown"
     found = first_fit(args, model, setting)
     if found is not None:
         part = "all of these fit" if found == wanted else "the largest that fit"

@@ -42,7 +42,7 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
     if args.template.text is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
         owner = args.tokenizer_name_or_path or name
-        refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
+        refuse(f"--chat_template: the tokenizer of {owner} has no chat template; pass a file or one of {known}")
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -176,8 +176,8 @@ def check_reward_model(args: RunFlags) -> None:
     config = read_configs(args.reward_model, "--reward_model_name_or_path", args.dry_run)[0]
     if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
         refuse(
-            f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "
-            f"would come from a random head"
+            f"--reward_model_name_or_path {name}: {config.get('architectures')} is not a sequence classifier, so "
+            f"its scores would come from a random head"
         )
     if len(config.get("id2label", "01")) != 1:
         refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")

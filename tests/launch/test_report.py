@@ -296,7 +296,7 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     log = tmp_path / f"{folders[0].name}.log"
     log.write_text("step 1\n")
     assert "pass@1" in call(plot, log, *folders, "--output", tmp_path / "x.png")
-    assert "these are logs" in call(plot, log, ok=False)
+    assert "these are log files" in call(plot, log, ok=False)
     assert "is not a folder" in call(plot, folders[0], tmp_path / "x.png.txt", "--output", "x.png", ok=False)
 
 
@@ -339,8 +339,8 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     argv = [sys.executable, str(ROOT / "scripts" / script), str(copy)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode in ((0, 1) if script == "doctor.py" else (0,)), done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are no JSON objects") == 1
-    assert "config.json is no JSON object" in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are not JSON objects") == 1
+    assert "config.json is not a JSON object" in done.stderr
     assert script == "report.py" or "3 step" in done.stdout
 
 

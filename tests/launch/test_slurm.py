@@ -159,7 +159,7 @@ def test_dependencies_that_cannot_be(slurm, tmp_path):
         "true",
     ]
     done = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and "--depends_on 999999: Slurm knows no such job" in done.stderr
+    assert done.returncode == 2 and "--depends_on 999999: Slurm has no such job" in done.stderr
 
 
 @pytest.mark.engines

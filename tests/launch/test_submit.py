@@ -166,7 +166,7 @@ def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
     (here / "old.py").write_text("".join(f"x{i} = {hash(str(i))}\n" for i in range(20000)))
     for script, words_of_it in (
         ("old.py", "put the code on a --mount"),
-        (f"{here}/new.py", "no path inside this folder"),
+        (f"{here}/new.py", "must be a relative path inside this folder"),
     ):
         with pytest.raises(SystemExit) as end:
             submitted([*words[:-1], script])

@@ -254,7 +254,7 @@ def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
         copy.unlink()
         with pytest.raises(SystemExit) as end:
             evaluate.parse(["--run", str(folder), "--accept_changed_code"])
-        assert end.value.code == 2 and "is gone" in capsys.readouterr().err
+        assert end.value.code == 2 and "does not exist any more" in capsys.readouterr().err
     finally:
         copy.write_text(text)
         identity._digests.cache_clear()

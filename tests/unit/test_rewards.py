@@ -189,7 +189,7 @@ def test_a_file_that_does_not_load(tmp_path, text, words):
 
 def test_a_file_that_is_not_python(tmp_path):
     (tmp_path / "mine.txt").write_text(OWN_FILE)
-    with pytest.raises(ValueError, match="not named as Python's are"):
+    with pytest.raises(ValueError, match=r"must have the extension \.py"):
         find_verifier(f"{tmp_path / 'mine.txt'}:same")
 
 
@@ -1032,7 +1032,7 @@ def test_a_control_that_cannot_be_is_refused(capsys):
     one = [Problem([], "1", "last_number", {}) for _ in range(2)]
     with pytest.raises(SystemExit):
         rewards.other_problems(one, seed=1)
-    assert "all problems of --verifier last_number have one truth" in capsys.readouterr().err
+    assert "all problems of --verifier last_number have the same ground truth" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         rewards.Verifiers(Args(control="format"), [Problem([], "1", "exact", {})], "cpu", None)
     assert "--control format: --verifier exact reports no part format" in capsys.readouterr().err

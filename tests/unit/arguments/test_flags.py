@@ -222,7 +222,7 @@ CASES = {
     ),
     "a template variable of ours": (
         {"chat_template": '{"add_generation_prompt": false}'},
-        ["--chat_template: add_generation_prompt is set here", "leave it out"],
+        ["--chat_template: add_generation_prompt is set by the program", "drop it"],
     ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
     "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
@@ -329,7 +329,7 @@ CASES = {
     "unknown verifier file": ({"verifier": "nothing.py:score"}, ["--verifier", "no file 'nothing.py'", "'score'"]),
     "a verifier file without .py": (
         {"verifier": "PLACE/problems.jsonl:score"},
-        ["--verifier", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
+        ["--verifier", "problems.jsonl' is must have the extension .py", "problems.jsonl.py"],
     ),
     "unknown function": ({"verifier": f"{VERIFIERS}:nothing"}, ["--verifier", "no function 'nothing'"]),
     "function is none": ({"verifier": f"{VERIFIERS}:__name__"}, ["--verifier", "no function '__name__'"]),
@@ -656,7 +656,7 @@ def test_no_run_inside_a_run(place, nothing_is_loaded, tmp_path, capsys, inner):
     """Each would take the other's files for its own; --overwrite of the one outside leaves the other."""
     earlier_run(place, {"output_dir": str(tmp_path / "first"), "run_name": "mine"})
     message = refusal(arguments(place, {"output_dir": str(tmp_path / "first"), "run_name": inner}), capsys)
-    assert f"/{inner} lies in the folder of a run, {tmp_path}/first/mine" in message
+    assert f"/{inner} is inside the folder of a run, {tmp_path}/first/mine" in message
     earlier_run(place, {"output_dir": str(tmp_path), "run_name": inner})
     outside = {"output_dir": str(tmp_path), "run_name": "mine"}
     earlier_run(place, outside)
@@ -675,9 +675,9 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
     earlier_run(place, {"seed": 7})
     never = {"seed": 7, "resume": "never"}
     message = refusal(arguments(place, never), capsys)
-    assert "this very run" in message and "--overwrite" in message
+    assert "already contains this run" in message and "--overwrite" in message
     message = refusal(arguments(place, {**never, "log_samples": 1}), capsys)  # shown otherwise, still the same run
-    assert "this very run" in message
+    assert "already contains this run" in message
     with pytest.raises(AssertionError, match="went on"):  # it had not made a step, so nothing is lost
         start(arguments(place, {"seed": 7}))
     with pytest.raises(AssertionError, match="went on"):

@@ -251,7 +251,7 @@ def test_a_template_that_reads_no_messages(tokenizer, tmp_path, capsys, template
     with pytest.raises(SystemExit) as end:
         rendering.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
     assert end.value.code == 2
-    assert f"--chat_template {tmp_path}/mine.jinja leaves out what the messages say" in capsys.readouterr().err
+    assert f"--chat_template {tmp_path}/mine.jinja does not render the messages" in capsys.readouterr().err
 
 
 def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):

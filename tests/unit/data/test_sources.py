@@ -689,7 +689,7 @@ BAD = {
     ),
     "half an emoji in the truth": (
         {"question": "1 + 1", "answer": "2\udcff"},
-        "row 7 has a 'answer' that is no UTF-8 text, at '2\\udcff'",
+        "row 7 has a 'answer' that is not UTF-8 text, at '2\\udcff'",
     ),
     "truth of another kind": (
         {"question": "1 + 1", "answer": "two"},

@@ -211,7 +211,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
-    assert "holds 3 steps of this very run and saved none" in message and "--overwrite" in message
+    assert "holds 3 steps of this run and no checkpoint" in message and "--overwrite" in message
 
 
 def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys):
@@ -220,7 +220,7 @@ def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys)
     shutil.rmtree(folder_of(args) / "checkpoints")
     (folder_of(args) / "model").mkdir()
     message = refusal(args, capsys)
-    assert "holds 3 steps of this very run, which ended" in message and "--overwrite" in message and "/model" in message
+    assert "holds 3 steps of this run, which ended" in message and "--overwrite" in message and "/model" in message
 
 
 def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
@@ -275,7 +275,7 @@ def test_a_torn_config(stopped, tmp_path, capsys):
 
 def test_resume_never_and_paths(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, resume="never")
-    assert "this very run" in refusal(args, capsys)
+    assert "already contains this run" in refusal(args, capsys)
     args.resume = str(tmp_path / "nothing")
     assert "manifest.json is missing" in refusal(args, capsys)
     checkpoints = folder_of(args) / "checkpoints"

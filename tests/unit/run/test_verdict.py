@@ -116,7 +116,7 @@ RISEN = [0.3 + 0.001 * i for i in range(64)], [0.7 - 0.001 * i for i in range(64
         (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(WRONG, [0.2] * 64, 0.0), verdict.LEARNED, "no evaluation has"),
         (evaluation(WRONG, None, 0.0), evaluation(WRONG, None, 0.0), verdict.UNKNOWN, "the reward of the steps went"),
         (evaluation(RIGHT, [1.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.NOT_LEARNED, "below 0.05"),
-        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.LEARNED, "more is right"),
+        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.LEARNED, "pass@1 improved"),
     ],
 )
 def test_the_reward_judges_where_correct_answers_do_not(tmp_path, before, after, outcome, why):
