@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-all test-gpu test-engines gpu-day lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-all test-gpu test-engines cuda-check gpu-day lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -31,7 +31,12 @@ test-engines: setup
 	@command -v slurmctld >/dev/null || (apt-get update -q && apt-get install -yq slurmctld slurmd slurm-client munge iproute2)
 	@command -v debootstrap >/dev/null || (apt-get update -q && apt-get install -yq debootstrap)
 	@[ -x .engines/bin/ray ] || (python3 -m venv .engines && .engines/bin/pip install -q -r requirements-engines.txt)
-	$(PYTHON_BIN) -m pytest -q -rs -m engines tests/launch $(ARGS)
+	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations 8 -rs -m engines tests/launch $(ARGS)
+
+# The GPU path on a fake CUDA device, without a GPU (docs/reference/gpu.md); installs the CUDA wheels into .cuda
+cuda-check:
+	@tests/fake_cuda/setup.sh
+	.cuda/bin/python tests/fake_cuda/check.py $(ARGS)
 
 # The first ten minutes with a GPU: tests, a learning curve, phases, TRL; all that comes of it is in gpu-day/
 gpu-day: setup

@@ -311,7 +311,7 @@ def kl_setting_message(
 
     reward_coef, reward_estimator: in the reward, where they are not beta and estimator. adaptive: a controller moves
     the coefficient of the reward, or that of the loss without a KL in the reward. measured: a reference in any case.
-    kl_reward_norm: outside or inside the group statistics. Samples are stale from the second optimizer step of a batch.
+    kl_reward_norm: after_norm or before_norm. Samples are stale from the second optimizer step of a batch.
     stale: whether they already are in the first one, because the sampler may have older weights (asynchronous samples).
     cap, mask: bounds of the weight old / sampler of a token; without both, it is 1.
     Raises ValueError for unknown names and for coefficients below 0.
@@ -319,7 +319,7 @@ def kl_setting_message(
     names = {"loss": canonical_name(estimator), "reward": canonical_name(reward_estimator or estimator)}
     coefs = {"loss": beta, "reward": beta if reward_coef is None else reward_coef}
     known = placement in ("none", "loss", "reward", "both") and gradient in GRADIENTS
-    if not (known and kl_reward_norm in ("outside", "inside") and all(coef >= 0 for coef in coefs.values())):
+    if not (known and kl_reward_norm in ("after_norm", "before_norm") and all(coef >= 0 for coef in coefs.values())):
         raise ValueError(f"no such KL setting: {placement=}, {gradient=}, {kl_reward_norm=}, {beta=}, {reward_coef=}")
     places = [place for place in names if placement in (place, "both") and coefs[place] > 0]
     if not places:
@@ -358,10 +358,10 @@ def kl_setting_message(
                 warnings.append(f"KL: {term}: {label} on {samples} samples: {why}")
     if "reward" in places and names["reward"] == "k4":
         warnings.append("KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed")
-    if "reward" in places and kl_reward_norm == "inside":
+    if "reward" in places and kl_reward_norm == "before_norm":
         warnings.append(
-            "KL: --kl_reward_norm inside: the group's std divides beta, and a group of equal rewards turns KL noise "
-            "into full-size advantages"
+            "KL: --kl_reward_norm before_norm: the group's std divides beta, and a group of equal rewards turns KL "
+            "noise into full-size advantages"
         )
     return "KL: " + "; ".join(meanings), warnings
 

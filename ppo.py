@@ -22,7 +22,7 @@ at its end, for the micro-batches that only keep a rank in step with the others.
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
                              --dataset openai/gsm8k:main@train --critic_learning_rate 1e-5 --gradient_checkpointing \\
                              --num_unique_prompts_rollout 256 --num_samples_per_prompt_rollout 1 \\
-                             --max_response_length 512 --total_steps 200 --sleep engine
+                             --max_response_length 512 --total_steps 200 --vllm_sleep engine
     N GPUs               accelerate launch --config_file scripts/zero2.yaml --num_processes N ppo.py ...
 """
 
@@ -45,7 +45,7 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process
 from runtime.training import model_files
 
-CRITIC_SETTINGS = ("model_name_or_path", "lr_scheduler_type", "warm_up", "weight_decay", "max_grad_norm", "num_epochs")
+CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
@@ -55,7 +55,7 @@ KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse",
 class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
-    as_: flags.As = None
+    preset: str | None = None
     """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
     total_steps: int = 28
     """Number of training steps; each samples one batch and trains on it."""
@@ -70,7 +70,7 @@ class Args(flags.RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch. Groups are split evenly across mini-batches; a group is never split."""
+    """Optimizer steps per epoch over a batch. Groups are split evenly across mini-batches; a group is never split."""
     num_epochs: int = 1
     """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -90,15 +90,15 @@ class Args(flags.RunFlags):
     """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
     """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
-    entropy_coeff: float = 0.0
+    entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
-    """Skip the rest of an update after an optimizer step whose mean ratio exceeds this. Default: off."""
+    """If the mean ratio of an optimizer step exceeds this, skip it and the rest of the batch's steps. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: 2 with --async_steps, else
-    off."""
+    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: off; 2 with
+    --async_steps and no --importance_sampling_mask."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH: multiply a token's loss by trainer/sampler probability; 0 outside [LOW, HIGH], e.g. 0.5 5 (IcePop)."""
+    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, 0 beyond these (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
@@ -106,16 +106,16 @@ class Args(flags.RunFlags):
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 ratio*d, abs |d|, full: sum over the vocabulary."""
+    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 d*pi/old, abs |d|, full: sum over the vocabulary."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
     """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward. Recommended: k1, the only one whose gradient is that of the KL there."""
+    """Estimator of the KL in the reward. Recommended: k1. k2 and k3 push away from the reference where pi < ref."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the KL coefficient (of the reward if the KL is there, else of the loss) so that the KL
-    stays near TARGET nats per token. A larger HORIZON (sequences; 10000) adapts more slowly. Default: off."""
+    """TARGET [HORIZON]: adapt the KL coefficient (the reward's if it has a KL, else the loss's) to keep the KL near
+    TARGET nats per token. HORIZON is in sequences, 10000 by default; a larger one adapts more slowly. Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
@@ -136,7 +136,7 @@ class Args(flags.RunFlags):
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
     """NAME=VALUE: settings of the critic that differ from the policy's: model_name_or_path (same vocabulary; its value
-    or reward head is used if it has one), lr_scheduler_type, warm_up, weight_decay, max_grad_norm, num_epochs."""
+    or reward head is used if it has one), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
     value_clip: float | None = 0.5
     """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0
@@ -159,7 +159,7 @@ class Args(flags.RunFlags):
     """Decoupled weight decay of AdamW."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
-    warm_up: float = 0.0
+    warmup_steps: float = 0.0
     """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
@@ -185,7 +185,7 @@ def check_args(args: Args) -> None:
             f"--clip_lower {args.clip_lower} must be in [0, 1), and --clip_higher {args.clip_higher} at least 0"
         )
     if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
-        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it bounds ratios near 1; 3 is usual")
+        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it binds at ratio 1; 3 is usual")
     if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
     if args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()):
@@ -209,9 +209,9 @@ def settings_of_critic(args: Args) -> Args:
     changes = {"learning_rate": args.critic_learning_rate}
     for word in args.critic:
         name, _, value = word.partition("=")
-        if name not in CRITIC_SETTINGS:
+        if name not in CRITIC_ARGS:
             given = process.on_a_line(word)
-            process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_SETTINGS)}")
+            process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_ARGS)}")
         kind = type(getattr(Args, name))
         try:
             changes[name] = kind(value)
@@ -226,12 +226,12 @@ def settings_of_critic(args: Args) -> Args:
         process.refuse(f"--critic lr_scheduler_type={found.lr_scheduler_type}: give one of {', '.join(SCHEDULES)}")
     if found.num_epochs == 0:
         process.refuse("--critic num_epochs=0: must be above 0")
-    checks.check_warm_up("--critic warm_up=", found.warm_up)
+    checks.check_warmup_steps("--critic warmup_steps=", found.warmup_steps)
     return found
 
 
 def preflight(args: Args) -> Ready | None:
-    """Refuse here, before torch is imported, whatever can be refused. What it returns is what ``main`` takes."""
+    """Reject bad settings before torch is imported. Returns what ``main`` takes as ``ready``."""
     return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
@@ -321,7 +321,7 @@ def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Te
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
     """old / sampler of every token, truncated and masked as the flags say, or 1 without them. [T], no gradient.
 
-    The sampler drew the tokens, and its probabilities are not old's: its weights may be older, its arithmetic another.
+    The sampler drew the tokens. Its probabilities differ from ``old_T``: by older weights, or by other kernels.
     """
     cap = args.truncated_importance_sampling_ratio_cap
     mask = args.importance_sampling_mask
@@ -339,19 +339,19 @@ class Tokens:
     """The response tokens of a micro-batch, [T] each in fp32: what ``token_loss`` is computed from."""
 
     logprobs_T: torch.Tensor  # the policy's, with gradient
-    old_T: torch.Tensor  # the policy's before the first optimizer step on this batch: equal if there is only one
+    old_T: torch.Tensor  # the policy's before the batch's first optimizer step; with one step, logprobs_T itself
     ref_T: torch.Tensor  # the reference's; 0 without one
     sampler_T: torch.Tensor  # the engine's
     advantages_T: torch.Tensor
-    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 for what only keeps a rank in step with the others
-    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coeff wants it
+    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 in an empty micro-batch
+    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coef wants it
     full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
 
 
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
 
-    ``beta``: coefficient of the KL in the loss. Pieces beyond these five are logged as policy/NAME, their mean.
+    ``beta``: coefficient of the KL in the loss. A piece that you add is logged as policy/NAME, its mean.
     """
     # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
     ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
@@ -361,11 +361,11 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    # The weight is for what depends on the token drawn. Entropy and full KL are sums over the vocabulary: after given
-    # tokens their weight would be noise around 1, and less than 1 on average once it is truncated.
+    # The importance weight is for terms of the sampled token. Entropy and full KL sum over the vocabulary: there it
+    # would only add noise, and shrink them where it is truncated.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
-    loss_T = policy_T - args.entropy_coeff * t.entropy_T
+    loss_T = policy_T - args.entropy_coef * t.entropy_T
 
     # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
     kl_T = torch.zeros_like(loss_T)
@@ -552,16 +552,16 @@ class ValueNormalizer:
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Builds the engine and is the only one to touch it. Messages, taken while it pauses:
+    """Builds the engine; no other thread touches it. Messages, which it reads while the engine pauses:
 
-    in   ("generate", batch, [(key, prompt ids, seed)], sampling), a request for an episode with its row; ("until",
+    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling); ("until",
          batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
-    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds of computing), ("slept",),
-         ("called", function(llm)), ("error", exception): the main thread raises it again
+    out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
+         ("slept",), ("called", function(llm)), ("error", exception): the main thread raises it again
 
-    Counting decides when the engine pauses, never the clock, so a run can be repeated: after each whole batch, or, with
-    --inflight_updates, after the step that completes the batch named by the last "until". An engine in flight on a rank
-    of its own (--vllm_engines) never pauses, and takes messages as they arrive.
+    Finished requests, never the time, decide when the engine pauses, so that a run can be repeated: after each whole
+    batch or, with --inflight_updates, after the engine step that completes the batch of the last "until" message. With
+    --inflight_updates and --vllm_engines it never pauses, and messages are read as they arrive.
     Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
     """
     episodes = Episodes(args)
@@ -585,7 +585,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # memory for the weights first, for the KV cache once the push needs no more
+                        if asleep:  # allocate the weights now, and the KV cache when the push has freed its memory
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -610,7 +610,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         if args.inflight_updates == "off":
                             until = batch
             if outbox.abandoned:
-                raise RuntimeError("another engine has taken the place of this one, which had answered nothing")
+                raise RuntimeError("this engine did not answer in time, and another one took its place")
             if running:
                 started = time.perf_counter()
                 outputs = engine.step()
@@ -628,7 +628,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             episodes.close()
             if llm is not None:
                 release_vllm(llm)
-        finally:  # a device in error refuses that as well
+        finally:  # on a device in error the release fails, too: report the first error even then
             outbox.put(("error", error))
 
 
@@ -643,20 +643,20 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
-        skip_tokenizer_init=not args.stop,  # ids go in and come out: only to stop at strings it needs their text
+        skip_tokenizer_init=not args.stop_strings,  # ids go in and come out; only stop strings need text
         trust_remote_code=args.trust_remote_code,
         hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
-        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # equal seeds would make all engines say the same
+        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for draws without a request's own seed
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: after a part of a prompt vLLM rewinds a generator, and knows only CUDA's.
+        # False on CPUs: vLLM rewinds the random generator after a chunk that ends inside a prompt; a CPU's cannot be.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
-        enable_sleep_mode=args.sleep != "off" and cuda,
+        enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
         generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        # In flight: else one step is under way when weights change, and its tokens are labeled with the new version.
+        # Off with in-flight updates: tokens of a step under way would be labeled with the version of the new weights.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -709,8 +709,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics of what was left out: the best of each prompt's (--generation_size), and new
-    prompts in place of groups of equal reward (--dynamic_sampling_rounds). Problems in ``batch`` are replaced, too.
+    """The samples to train on, and metrics. Keeps each prompt's best (--generation_size), and replaces groups of equal
+    reward by groups of new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
@@ -758,7 +758,7 @@ def evaluate(
 
 @watchdog.ends_all_ranks
 def main(args: Args, ready: Ready | None) -> None:
-    """Train, or on a rank of --vllm_engines sample. ``ready``: what ``preflight(args)`` found."""
+    """Train; a rank of --vllm_engines only samples. ``ready``: what ``preflight(args)`` returned."""
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
@@ -821,7 +821,7 @@ def main(args: Args, ready: Ready | None) -> None:
         collect(engine, verifiers, batch, clock)
         samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
         offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
-        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that idle micro-batches use
+        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that empty micro-batches use
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
@@ -837,7 +837,7 @@ def main(args: Args, ready: Ready | None) -> None:
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
-        # 5 log-probs: reference (only if there is one); old (only if more than one optimizer step, or for the reward)
+        # 5 log-probs: reference, if there is one; old, if there are several optimizer steps or a KL in the reward
         known = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             known = []
@@ -944,7 +944,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     continue
                 weights_N = F.pad(loss_weights(samples, mini_in_loss, args), (0, 1)).to(device)
                 for mb in batching.micro_batches(samples, mini_in_loss, **run.placement):
-                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coeff != 0)
+                    logprobs_T, entropy_T, full_kl_T = policy(mb, full_in_loss, args.entropy_coef != 0)
                     tokens = Tokens(
                         logprobs_T,
                         old_T=old_N[mb.tokens] if updates > 1 else logprobs_T.detach(),
@@ -958,13 +958,13 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # or not finite: alike on every rank
+                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # equal on all ranks
                     deepspeed_zero.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 
-        # 8 push: the engine answers what comes next with the new weights
-        if args.inflight_updates == "off":  # and each batch that was asked for with those it began with
+        # 8 push: the engine answers later requests with the new weights
+        if args.inflight_updates == "off":  # finish the batches it has begun with the old weights first
             for asked in queue.batches:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
@@ -994,7 +994,7 @@ def main(args: Args, ready: Ready | None) -> None:
             metrics["value/clip_frac"] = value_totals["clipped"] / value_totals["tokens"]
             metrics["value/lr"] = critic_lr
         log.step(metrics, samples, batch.problems)
-        clock.restart()  # the time of a checkpoint is the next step's
+        clock.restart()  # the time of a checkpoint counts towards the next step
         queue.update_state()
         if checkpoints.after_step(step):
             break

@@ -594,17 +594,17 @@ def shape_reward(sample, found: Reward, args) -> None:
 
 
 def check_control(args) -> None:
-    """Reject a --control through which the verifier's score would still be learned from: exit code 2."""
-    if args.control == "none":
+    """Reject a --reward_control through which the verifier's score would still be learned from: exit code 2."""
+    if args.reward_control == "none":
         return
     generated = args.num_unique_prompts_rollout * (args.generation_size or args.num_samples_per_prompt_rollout)
-    by = f"--control {args.control}"
+    by = f"--reward_control {args.reward_control}"
     cases = [
         (args.dataset_filter is not None, "--dataset_filter chooses problems by the verifier's score; leave it out"),
         (getattr(args, "dense_reward", "none") != "none", "--dense_reward has scores of its own; leave it out"),
-        (args.control == "random" and generated == 1, "one sample a step would be dealt its own reward; sample more"),
+        (args.reward_control == "random" and generated == 1, "one sample a step would get its own reward; sample more"),
     ]
-    if args.control == "shuffled":
+    if args.reward_control == "shuffled":
         model = args.reward_model_name_or_path is not None
         cases += [
             (model, "--reward_model_name_or_path scores without a truth; leave one of them out"),
@@ -626,7 +626,7 @@ def other_problems(problems: list, seed: int) -> dict[int, object]:
     others = {}
     for verifier, own in judged.items():
         if len({problem.truth for problem in own}) == 1:
-            refuse(f"--control shuffled: all problems of --verifier {verifier} have the same ground truth")
+            refuse(f"--reward_control shuffled: all truths of --verifier {verifier} are equal, so there is no other")
         random.Random(f"{seed}/{verifier}").shuffle(own)
         for one, other in zip(own, own[1:] + own[:1], strict=True):
             others[id(one)] = other
@@ -634,21 +634,21 @@ def other_problems(problems: list, seed: int) -> dict[int, object]:
 
 
 def control_reward(sample, found: Reward, other: Reward | None, args) -> None:
-    """Replace a sample's reward as --control says, unless it takes the whole batch (``deal_out``).
+    """Replace a sample's reward as --reward_control says, unless it takes the whole batch (``deal_out``).
 
     found: the verifier's own judgment. other: that by another problem's truth. Evaluations use neither.
     """
-    if args.control == "inverted":
+    if args.reward_control == "inverted":
         _replace_reward(sample, 0.0 - sample.reward, args)
-    if args.control in ("format", "shuffled"):
-        score = found.parts.get("format", 0.0) if args.control == "format" else other.score
+    if args.reward_control in ("format", "shuffled"):
+        score = found.parts.get("format", 0.0) if args.reward_control == "format" else other.score
         stand_in = replace(sample)
         shape_reward(stand_in, Reward(score), args)
         _replace_reward(sample, stand_in.reward, args)
 
 
 def deal_out(samples: list, args) -> None:
-    """--control random: deal the rewards of a batch out anew, so that whose they are says nothing; their mean stays."""
+    """Permute the rewards of a batch (--reward_control random): they say nothing of their samples; the mean stays."""
     content = sum(int(sample.response_ids.sum()) for sample in samples)  # resumed or not, on any number of ranks
     rewards = [sample.reward for sample in samples]
     random.Random(f"{args.seed}/{content}").shuffle(rewards)
@@ -660,7 +660,7 @@ def _replace_reward(sample, reward: float, args) -> None:
     """Score and parts stay the verifier's. The new reward is a part as well, so that every log says what it is."""
     sample.reward = reward
     sample.reward_steps = ()
-    sample.reward_parts[f"control_{args.control}"] = reward
+    sample.reward_parts[f"control_{args.reward_control}"] = reward
 
 
 # ------------------------------------------------------------------------------------------------------- reward models
@@ -732,8 +732,8 @@ class Verifiers:
         wrong = self.pool.check(tried)
         if wrong:
             refuse(f"--verifier: {wrong}")
-        self.others = other_problems(problems, args.seed) if args.control == "shuffled" else {}
-        if args.control == "format":
+        self.others = other_problems(problems, args.seed) if args.reward_control == "shuffled" else {}
+        if args.reward_control == "format":
             self._check_format(tried)
         self.reward_model = None
         if args.reward_model_name_or_path is not None:
@@ -777,12 +777,12 @@ class Verifiers:
             shape_reward(sample, reward, self.args)
             control_reward(sample, reward, judgments[-1], self.args)
         samples = gather(samples)
-        if self.args.control == "random":
+        if self.args.reward_control == "random":
             deal_out(samples, self.args)
         return samples
 
     def _check_format(self, problems: list) -> None:
-        """Reject --control format where a verifier, asked about a truth, has no part of this name."""
+        """Reject --reward_control format where a verifier, asked about a truth, has no part of this name."""
         first = {problem.verifier: problem for problem in reversed(problems)}
         first.pop("environment", None)  # which has no parts before its first episode
         futures = {}
@@ -790,7 +790,7 @@ class Verifiers:
             futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
         for name, future in futures.items():
             if "format" not in self.pool.result(future).parts:
-                refuse(f"--control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")
+                refuse(f"--reward_control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")
 
     def close(self) -> None:
         """End the processes."""

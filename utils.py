@@ -132,7 +132,7 @@ def kl_lines(args) -> list[str]:
         args.kl_gradient,
         args.beta,
         args.num_epochs * args.num_mini_batches,
-        getattr(args, "kl_reward_norm", "outside"),  # PPO has no group statistics
+        getattr(args, "kl_reward_norm", "after_norm"),  # PPO has no group statistics
         reward_coef=args.kl_reward_coef,
         reward_estimator=args.kl_reward_estimator,
         adaptive=args.kl_target is not None,
@@ -228,10 +228,10 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
 
     The minimum ``lr_min_ratio * learning_rate`` is reached at step ``total``, one after the last, as in transformers.
     """
-    warm_up = round(args.warm_up * total if args.warm_up < 1 else args.warm_up)
-    if optimizer_step < warm_up:
-        return args.learning_rate * (optimizer_step + 1) / (warm_up + 1)
-    progress = (optimizer_step - warm_up) / max(1, total - warm_up)
+    warmup_steps = round(args.warmup_steps * total if args.warmup_steps < 1 else args.warmup_steps)
+    if optimizer_step < warmup_steps:
+        return args.learning_rate * (optimizer_step + 1) / (warmup_steps + 1)
+    progress = (optimizer_step - warmup_steps) / max(1, total - warmup_steps)
     factors = {
         "constant": 1.0,
         "linear": 1.0 - progress,
@@ -672,7 +672,7 @@ class UpdateStats:
         """
         self.sums, self.maxima = self.mini.reduce()
         vllm_run = self.run if self.args.rollout == "vllm" else None
-        check_sampler(self.mini, self.args.max_sampler_diff, self.run.dtype, vllm_run)
+        check_sampler(self.mini, self.args.max_logprob_diff, self.run.dtype, vllm_run)
         self.stopped = limit is not None and self.sums["ratio"] / self.sums["tokens"] > limit
         return self.stopped or not math.isfinite(self.sums["loss"])
 
@@ -772,8 +772,8 @@ def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype, run: Run 
         cause = "the engine has stale weights or a different model"
         if run is not None and not run.sampler_agreed:
             cause = "vLLM computes this architecture differently (docs/reference/models.md); use --rollout hf"
-            refuse(f"{differ}--max_sampler_diff: {limit:g}) before any training: {cause}")
-        raise RuntimeError(f"{differ}--max_sampler_diff: {limit:g}): {cause}")
+            refuse(f"{differ}--max_logprob_diff: {limit:g}) before any training: {cause}")
+        raise RuntimeError(f"{differ}--max_logprob_diff: {limit:g}): {cause}")
     if run is not None and counts_E.sum() > 0:
         run.sampler_agreed = True
 
@@ -812,7 +812,7 @@ def check_engines(
         stats.add(fresh_N[mb.tokens], {"tokens": torch.ones_like(diff_T), "diff": diff_T})
         stats.add_sampler_diff(fresh_N[mb.tokens], diff_T, engine_N[mb.tokens])
     sums, maxima = stats.reduce()
-    check_sampler(stats, args.max_sampler_diff, run.dtype, run if args.rollout == "vllm" else None)
+    check_sampler(stats, args.max_logprob_diff, run.dtype, run if args.rollout == "vllm" else None)
     if sums["tokens"] == 0:
         return {}
     return {"sampler/logprob_diff_mean": sums["diff"] / sums["tokens"], "sampler/logprob_diff_max": maxima["diff"]}
@@ -882,8 +882,8 @@ class Stopwatch:
         return metrics
 
 
-# What computes in a phase, and so has to be on the GPU. The rest may leave: the engine by --sleep engine and all
-# (until the next push), the trainers' states by --sleep all, the reference by --offload ref. In a phase that is
+# What computes in a phase, and so has to be on the GPU. The rest may leave: the engine by --vllm_sleep engine and all
+# (until the next push), the trainers' states by --vllm_sleep all, the reference by --offload ref. In a phase that is
 # missing here, "save", everything stays where it is.
 COMPUTES = {
     "generate": {"engine"},
@@ -901,8 +901,8 @@ class Phases(Stopwatch):
 
     def __init__(self, args, engine: Engine, reference: TokenLogprobs | None, trainers: list, device: torch.device):
         super().__init__()
-        self.engine = engine if args.sleep != "off" else None
-        self.trainers = trainers if args.sleep == "all" else []
+        self.engine = engine if args.vllm_sleep != "off" else None
+        self.trainers = trainers if args.vllm_sleep == "all" else []
         self.reference = reference if "ref" in args.offload else None
         self.device = device
         self.full_kl = args.kl_coefficients[0] > 0 and args.kl_estimator == "full"

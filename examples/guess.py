@@ -3,7 +3,7 @@
     python examples/guess.py > guess.jsonl
     python grpo.py --environment examples/guess.py:Guess --max_turns 3 --max_response_length 80 \\
         --dataset guess.jsonl --prompt_key prompt \\
-        --num_unique_prompts_rollout 16 --no_mask_truncated_completions \\
+        --num_unique_prompts_rollout 16 --no-mask_truncated_completions \\
         --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 3e-4 --total_steps 40
 
 The prompt lists the digits ("3 4 5 6"), and the first number of a turn is the guess. A wrong one is answered with the

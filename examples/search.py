@@ -9,7 +9,7 @@ test bed knows no English, only how to spell backward, and never reads a number 
 
     python examples/search.py backward > search.jsonl
     python grpo.py --environment examples/search.py:Find --max_turns 2 --max_response_length 48 \\
-        --dataset search.jsonl --prompt_key prompt --no_mask_truncated_completions \\
+        --dataset search.jsonl --prompt_key prompt --no-mask_truncated_completions \\
         --model_name_or_path models/testbed-1 --dtype float32 --learning_rate 5e-4 --total_steps 30
 """
 

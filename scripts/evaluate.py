@@ -61,9 +61,9 @@ TRAINING = (
     *("eval_every", "save_every", "save_minutes", "keep_checkpoints", "resume", "run_name", "overwrite", "dry_run"),
     "temperature",  # --eval_temperature counts
     *("track", "log_samples", "gradient_checkpointing", "eval_dataset", "generation_size", "dynamic_sampling_rounds"),
-    *("dataset_filter", "control", "check_verifier_status", "reward_scaling", "reward_bias", "max_reward_clip"),
-    *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_sampler_diff", "engine_process"),
-    *("vllm_engines", "vllm_tensor_parallel_size", "sleep", "micro_batch_tokens", "batch_layout", "zero_stage"),
+    *("dataset_filter", "reward_control", "check_verifier_status", "reward_scaling", "reward_bias", "max_reward_clip"),
+    *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_logprob_diff", "engine_process"),
+    *("vllm_engines", "vllm_tensor_parallel_size", "vllm_sleep", "micro_batch_tokens", "batch_layout", "zero_stage"),
     *("offload", "num_unique_prompts_rollout"),
 )
 
@@ -95,7 +95,7 @@ def warn_of_training(words: list[str]) -> None:
     """Warn of flags that the command sets although they change nothing here. Errors of --control etc. come later."""
     names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
     needless = [f"--{name}" for name in names if name.removeprefix("no_") in TRAINING]
-    needless = [flag for flag in needless if flag not in ("--control", "--eval_dataset")]  # errors of their own
+    needless = [flag for flag in needless if flag not in ("--reward_control", "--eval_dataset")]  # errors of their own
     if needless and process.rank() == 0:
         print(f"warning: {', '.join(needless)}: no effect in an evaluation, which does not train", file=sys.stderr)
 
@@ -127,8 +127,8 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
         process.refuse(
             "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
         )
-    if args.control != "none":
-        process.refuse("--control: nothing trains here, and an evaluation is by the true reward; leave it out")
+    if args.reward_control != "none":
+        process.refuse("--reward_control: nothing trains here, and an evaluation is by the true reward; leave it out")
     output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
     if given.run is not None and args.eval_dataset != defaults.eval_dataset:
         process.refuse(f"--eval_dataset {args.eval_dataset}: it is for a run; name what to evaluate on by --dataset")
@@ -168,8 +168,8 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
         )
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
     engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "auto"}
-    values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "sleep": "off"}
-    values["control"] = "none"
+    values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "vllm_sleep": "off"}
+    values["reward_control"] = "none"
     return kind(**values | {"vllm_engines": 0, "vllm_args": json.dumps(engine)})
 
 
@@ -290,7 +290,7 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
         generation = GenerationConfig.from_model_config(config)
     stop_ids = pretrained.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
     # It would sleep until a first push; and a process could not import the script, whose name only this one knows.
-    args = dataclasses.replace(args, sleep="off", engine_process=False)
+    args = dataclasses.replace(args, vllm_sleep="off", engine_process=False)
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = prompt_order.eval_requests(len(problems), args)

@@ -40,7 +40,8 @@ def pass_on(signum: int) -> None:
     """Send the signal to the ranks. Before they exist there is nothing to lose: exit with 75, as a rank would."""
     ranks = children()
     if not ranks:
-        os.write(2, f"{signal.Signals(signum).name} before the ranks were started: ending\n".encode())
+        with suppress(OSError):  # nobody reads it any more, as after a terminal has closed
+            os.write(2, f"{signal.Signals(signum).name} before the ranks were started: ending\n".encode())
         os._exit(75)
     if "STOP_REACHES_ALL" in os.environ:  # Slurm signals every process of a job's step
         return
@@ -77,7 +78,7 @@ def say_who_is_missing() -> None:
         else:
             try:
                 socket.create_connection((host, port), timeout=3).close()
-                missing = f"the other nodes; node 0 answers at {host}:{port}"
+                missing = f"the other nodes; a process answers at {host}:{port}: node 0, or another that has its port"
             except OSError as error:
                 missing = f"node 0 at {host}:{port} ({error.strerror or error}); "
                 missing += "is its launcher running, and the address right?"
@@ -101,7 +102,8 @@ def end(error: Exception) -> NoReturn:
     nodes, rank, host, port = place()
     text = str(error)
     if "another process is utilizing it" in text or "EADDRINUSE" in text or "address already in use" in text.lower():
-        refuse(f"--main_process_port {port}: another process on {socket.gethostname()} uses this port; choose another")
+        other = "submit it again under another --name" if "RUN_ID" in os.environ else "choose another"
+        refuse(f"--main_process_port {port}: another process on {socket.gethostname()} uses this port; {other}")
     if nodes > 1 and isinstance(error, RuntimeError) and not children():  # torch's time-outs of the rendezvous
         reason = redact(text.splitlines()[0] if text else type(error).__name__)
         print(f"node {rank}: the {nodes} nodes did not find each other at {host}:{port}: {reason}", flush=True)

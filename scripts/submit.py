@@ -5,6 +5,7 @@
     python scripts/submit.py --backend slurm --gpus 8 -- source setup.sh \\&\\& uv run python grpo.py ...
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
     python scripts/submit.py --status runs/jobs/grpo-1a2b3c4d        or --logs, --cancel: of the last submission there
+    python scripts/submit.py --clean runs/jobs        delete the copies of code of submissions that are over
 
 Several commands, each after its own ``--``, run one after the other; with --array_parallelism each is a task of its
 own. --dry_run prints exactly what would be written and run, and needs no cluster. With every backend, a command
@@ -43,12 +44,14 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -447,8 +450,11 @@ def check_backend(args: argparse.Namespace) -> None:
         refuse("--secret NAME=STORE_NAME: only beaker keeps secrets under other names; write --secret NAME")
 
 
-def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
-    """Check what the backends have in common. The run id depends on the name and the commands alone."""
+def make_job(args: argparse.Namespace, commands: list[list[str]], parses: bool = False) -> Job:
+    """Check what the backends have in common. The run id depends on the name and the commands alone.
+
+    parses: check the arguments of training scripts, too, while git reads the folder: on a shared disk both take long.
+    """
     if not commands or not all(commands):
         refuse("no command; write it after --, for example: submit.py --backend local -- python grpo.py --beta 0.03")
     for command in commands:
@@ -474,16 +480,22 @@ def make_job(args: argparse.Namespace, commands: list[list[str]]) -> Job:
     words = [word for command in commands for word in command] + (args.setup or "").split()
     mounted = any(f"{args.workdir}/".startswith(f"{path.rstrip('/')}/") for _, path in args.mount)
     code = changed_code(words) if args.backend == "beaker" and not mounted else None
+    with ThreadPoolExecutor() as pool:
+        state = pool.submit(git_state, words)
+        copied = pool.submit(copied_files, folder, words) if here and not args.live else None
+        names = [check_arguments(c) for c in commands] if parses and folder == os.getcwd() else []
+    if len(names) == 1 and names[0] and not args.name:
+        values["label"] = re.sub(r"[^\w.=+,-]", "_", names[0])
     computed = {
         "name": name,
         "run_id": run_id,
         "run_dir": run_dir.rstrip("/"),
         "submitted": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         "commands": tuple(tuple(c) for c in commands),
-        "git": git_state(words),
+        "git": state.result(),
         "code": code,
         "workdir": folder if here else args.workdir,
-        "copied": copied_files(folder, words) if here and not args.live else None,
+        "copied": copied and copied.result(),
         "secret": tuple(name for name, _ in args.secret),
         "stores": tuple(store for _, store in args.secret),
         "scheduler_args": tuple(args.scheduler_args),
@@ -515,8 +527,11 @@ def scripts_in(words: list[str]) -> list[str]:
 
 def git_state(words: list[str]) -> dict[str, Any]:
     """Commit, how tracked files differ from it, and new files among ``words``; empty without git."""
-    state = git.state(Path(), scripts_in(words))
-    return state and state | {"diff": git.diff(Path(), scripts_in(words))}
+    commit = git.output(Path(), "rev-parse", "--verify", "HEAD").strip()
+    if not commit:
+        return git.state(Path())  # of a job that submits another one from its copy of the code
+    diff = git.diff(Path(), scripts_in(words))
+    return {"commit": commit, "dirty": bool(diff), "diff": diff}
 
 
 def changed_code(words: list[str]) -> str | None:
@@ -633,6 +648,33 @@ def follow(argv: list[str]) -> int:
     return subprocess.run(["bash", "-c", line]).returncode
 
 
+def is_over(record: Path) -> bool:
+    """Return True if a submission neither waits nor runs; False also where nobody can tell."""
+    if json.loads(record.read_text())["backend"] == "local":
+        with suppress(OSError), open(record.parent.parent / "submit.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        return False
+    line = follow_up(record, "status")
+    if line is None:  # the scheduler did not take it
+        return True
+    asked = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    return (asked.returncode == 0 or "Invalid job id" in asked.stderr) and not GOING.search(asked.stdout)
+
+
+def clean(argv: list[str]) -> int:
+    """``--clean FOLDER``: delete the copies of code of submissions that are over, of one job or of all in FOLDER."""
+    if len(argv) != 2 or not Path(argv[1]).is_dir():
+        refuse("--clean: name a folder of jobs after it, such as runs/jobs, or that of one job")
+    records = submissions(argv[1]) + [record for place in Path(argv[1]).iterdir() for record in submissions(place)]
+    copies = [record for record in records if record.with_name("code").is_dir()]
+    over = [record for record in copies if is_over(record)]
+    for record in over:
+        shutil.rmtree(record.with_name("code"))
+    print(f"deleted {len(over)} copies of code; {len(copies) - len(over)} submissions may still wait or run")
+    return 0
+
+
 def hold(job: Job) -> int | None:
     """Reject a second submission of a command that still waits or runs, with exit code HELD.
 
@@ -707,6 +749,7 @@ def run_here(command: list[str], lock: int | None) -> int:
 
 def start(job: Job, plan: Plan, lock: int | None) -> int:
     """Run the commands of a plan, keep the number that the scheduler prints, and return the exit code."""
+    number = ""
     for command in plan.commands:
         if job.backend == "local":
             code = run_here(command, lock)
@@ -714,14 +757,14 @@ def start(job: Job, plan: Plan, lock: int | None) -> int:
             done = subprocess.run(command, env=job_environment(), stdout=subprocess.PIPE, text=True)
             code = done.returncode
             print(done.stdout, end="", flush=True)
-            Path(job.folder, "job.id").write_text(done.stdout.strip().partition(";")[0] + "\n")
+            number = done.stdout.strip().partition(";")[0]
+            Path(job.folder, "job.id").write_text(f"{number}\n")
         else:
             code = subprocess.run(command, env=job_environment()).returncode
         if code != 0:
             return code
-    for what in plan.follow:
-        if line := follow_up(Path(job.folder, "submit.json"), what):
-            print(f"{what + ':':8}{line}", file=sys.stderr)
+    for what, line in plan.follow.items():
+        print(f"{what + ':':8}{line.replace('{job}', number)}", file=sys.stderr)
     return 0
 
 
@@ -752,14 +795,10 @@ def warn(job: Job) -> None:
 
 def main(argv: list[str]) -> int:
     """Submit a command line, and return the exit code."""
-    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel"):
-        return follow(argv)
+    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel", "--clean"):
+        return clean(argv) if argv[0] == "--clean" else follow(argv)
     args, commands = parse(argv)
-    job = make_job(args, commands)
-    if job.workdir in (None, os.getcwd()):
-        names = [check_arguments(command) for command in commands]
-        if len(names) == 1 and names[0] and not args.name:
-            job = dataclasses.replace(job, label=re.sub(r"[^\w.=+,-]", "_", names[0]))
+    job = make_job(args, commands, parses=True)
     plan = render(job)
     check_secrets(job, plan, dict(os.environ))
     if job.backend != "beaker":

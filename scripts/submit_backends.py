@@ -298,7 +298,6 @@ def slurm(job: Job) -> Plan:
         "functions": functions(f'scancel --signal=TERM "{number}.0"'),
         "srun": line_of(srun),
         "max_retries": job.max_retries,
-        "preempted_before": GRACE + 60,
         "job": f'"{number}"',
     }
     log = f"{job.run_dir}/slurm-{{}}.out"

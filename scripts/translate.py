@@ -252,7 +252,7 @@ def same(mine: Any, theirs: Any) -> bool:
 
 def words_of(ours: rules.Ours) -> list[str]:
     """Return the words of our command after the script's name."""
-    words = ["--as", ours.preset] if ours.preset else []
+    words = ["--preset", ours.preset] if ours.preset else []
     known = rules.fields(ours.script)
     for flag, value in sorted(ours.flags.items(), key=lambda item: list(known).index(item[0])):
         if isinstance(value, bool):
@@ -289,7 +289,7 @@ def blocks(ours: rules.Ours, framework: str) -> str:
     if ours.preset:
         table = tomllib.loads(PRESETS.read_text(encoding="utf-8"))[framework]
         lines.append(
-            f"  --as {ours.preset}: the defaults of {table['version']} that change learning; the start prints each"
+            f"  --preset {ours.preset}: the defaults of {table['version']} that change learning; the start prints each"
         )
     relied = sorted(ours.relied.items())
     lines += [

@@ -401,7 +401,7 @@ def verl_loss(t: Theirs, ours: Ours, first: bool) -> None:
         ours.lacks(f"rollout_rs with {limits[0]}: rejection of sequences; --importance_sampling_mask masks tokens")
 
 
-def warm_up(t: Theirs, ours: Ours, prefix: str) -> float:
+def warmup_steps(t: Theirs, ours: Ours, prefix: str) -> float:
     """Return verl's warm-up: optimizer steps, or a fraction. Its steps are of the loop."""
     steps, ratio = (
         whole(t(f"{prefix}.optim.lr_warmup_steps", -1), -1),
@@ -414,7 +414,7 @@ def warm_up(t: Theirs, ours: Ours, prefix: str) -> float:
 def verl_optimizer(t: Theirs, ours: Ours) -> None:
     """Set optimizer and schedule, and what differs for the critic."""
     prefix = f"{ACTOR}.optim"
-    ours.set("warm_up", warm_up(t, ours, ACTOR))
+    ours.set("warmup_steps", warmup_steps(t, ours, ACTOR))
     name = (
         t.given.get(f"{prefix}.warmup_style")
         or t.given.get(f"{prefix}.lr_decay_style")
@@ -436,7 +436,7 @@ def verl_optimizer(t: Theirs, ours: Ours) -> None:
     policy = t("actor_rollout_ref.model.path")
     t.has("critic.model.path", "critic.optim.clip_grad", "critic.ppo_epochs")
     ppo_critic(ours, "model_name_or_path", t.given.get("critic.model.path", policy), policy)
-    ppo_critic(ours, "warm_up", warm_up(t, ours, "critic"), ours.flags["warm_up"])
+    ppo_critic(ours, "warmup_steps", warmup_steps(t, ours, "critic"), ours.flags["warmup_steps"])
     ppo_critic(ours, "weight_decay", t("critic.optim.weight_decay", 0.01), t(f"{prefix}.weight_decay", 0.01))
     clip = t.given.get("critic.optim.clip_grad", t("critic.grad_clip", 1.0))
     ppo_critic(ours, "max_grad_norm", clip, t.given.get(f"{prefix}.clip_grad", t(f"{ACTOR}.grad_clip", 1.0)))
@@ -464,7 +464,7 @@ def verl_data(t: Theirs, ours: Ours) -> None:
         ours.set("verifier_key", t("data.reward_fn_key"))
     cut = str(t("data.truncation", "error"))
     if t("data.filter_overlong_prompts", False):
-        ours.set("overlong_prompts", "filter")
+        ours.set("overlong_prompts", "drop")
     elif cut in ("left", "right", "middle"):
         ours.set("overlong_prompts", "left" if cut == "middle" else cut)
     elif t.framework == "tinyzero":
@@ -547,7 +547,7 @@ def verl_engine(t: Theirs, ours: Ours) -> None:
     for place in ("fsdp", "megatron", "model.fsdp_config"):
         off += [t(f"critic.{place}.{key}_offload", False) for key in ("param", "optimizer", "grad")]
     sleeps = t(f"{ROLLOUT}.free_cache_engine", True) is not False and name != "hf"
-    ours.set("sleep", "all" if True in off else "engine" if sleeps else None)
+    ours.set("vllm_sleep", "all" if True in off else "engine" if sleeps else None)
     ref = [t(f"actor_rollout_ref.ref.{place}param_offload", False) for place in ("", "fsdp_config.", "megatron.")]
     if True in ref and ours.flags["beta"] > 0:
         ours.set("offload", ["ref"])
@@ -730,7 +730,7 @@ def trl_optimizer(t: Theirs, ours: Ours) -> None:
     """Set the schedule and AdamW's betas."""
     steps, ratio = number(t("warmup_steps")), number(t.given.get("warmup_ratio"))
     t.has("warmup_ratio")
-    ours.set("warm_up", steps or ratio)
+    ours.set("warmup_steps", steps or ratio)
     kwargs = t("lr_scheduler_kwargs")
     kwargs = kwargs if isinstance(kwargs, dict) else {}
     floor = kwargs.get("min_lr_rate") or number(kwargs.get("min_lr")) / (number(t("learning_rate"), 1e-6) or 1e-6)
@@ -867,7 +867,7 @@ def trl_engine(t: Theirs, ours: Ours) -> None:
     t.has("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")
     parallel(ours, t("vllm_tensor_parallel_size"), "vllm_tensor_parallel_size")
     if t("vllm_enable_sleep_mode", False):
-        ours.set("sleep", "engine")
+        ours.set("vllm_sleep", "engine")
     mode = str(t("vllm_importance_sampling_mode", "sequence_mask"))
     low, high = t("vllm_importance_sampling_clip_min"), t("vllm_importance_sampling_clip_max", 3.0)
     high = t.given.get("vllm_importance_sampling_cap") or high
@@ -943,7 +943,7 @@ def open_instruct(t: Theirs, ours: Ours) -> None:
     open_instruct_loss(t, ours)
     schedule(ours, t("lr_scheduler_type"), 0.0)
     fraction = number(t("warmup_ratio")) if t.has("warmup_ratio") else 0.0  # grpo_fast.py sets 0
-    ours.set("warm_up", number(t.given.get("warm_up_steps")) or fraction)
+    ours.set("warmup_steps", number(t.given.get("warm_up_steps")) or fraction)
     t.has("warm_up_steps")
     open_instruct_data(t, ours)
     open_instruct_rewards(t, ours)
@@ -1139,7 +1139,7 @@ def open_instruct_rewards(t: Theirs, ours: Ours) -> None:
         ours.set("dynamic_sampling_rounds", 10)
         ours.note("active_sampling replaces groups of equal reward until the batch is full; here up to 10 rounds")
     if t.has("stop_token") and t("stop_token") == "period":
-        ours.set("stop", ["."])
+        ours.set("stop_strings", ["."])
 
 
 def open_instruct_run(t: Theirs, ours: Ours) -> None:
@@ -1244,13 +1244,13 @@ def openrlhf_launch(t: Theirs, ours: Ours) -> None:
         ours.set("inflight_updates", "keep")
     t.has("train.async_queue_size", "train.partial_rollout_enable")
     if not apart and t("ds.enable_sleep", False) is True and whole(t("ds.zero_stage"), 2) == 2:
-        ours.set("sleep", "all")
+        ours.set("vllm_sleep", "all")
     elif not apart and (t("vllm.enable_sleep", False) is True or t("ds.enable_sleep", False) is True):
-        ours.set("sleep", "engine")
+        ours.set("vllm_sleep", "engine")
     stage = whole(t("ds.zero_stage"), 2)
     if stage in (1, 3):
         ours.set("zero_stage", stage)
-    moved = ["optimizer"] if t("ds.adam_offload", False) is True and ours.flags.get("sleep") != "all" else []
+    moved = ["optimizer"] if t("ds.adam_offload", False) is True and ours.flags.get("vllm_sleep") != "all" else []
     moved += ["ref"] if t("ref.offload", False) is True else []
     if moved:
         ours.set("offload", moved)
@@ -1270,7 +1270,7 @@ def openrlhf_loss(t: Theirs, ours: Ours) -> None:
     ours.set("loss_norm", OPENRLHF_NORM.get(norm, "constant"))
     if norm not in OPENRLHF_NORM:
         ours.note(f"loss_agg_mode {norm}: sums are divided by --max_response_length here; scale --learning_rate")
-    ours.set("entropy_coeff", number(t("actor.entropy_coef")))
+    ours.set("entropy_coef", number(t("actor.entropy_coef")))
     kind = str(t("actor.policy_loss_type", "ppo"))
     if kind == "gspo":
         with_variant(ours, "gspo", "policy_loss_type gspo")
@@ -1327,7 +1327,7 @@ def openrlhf_optimizer(t: Theirs, ours: Ours) -> None:
     policy = t("actor.model_name_or_path")
     ppo_critic(ours, "model_name_or_path", t.given.get("critic.model_name_or_path", policy), policy)
     for key, mine in (
-        ("lr_warmup_ratio", "warm_up"),
+        ("lr_warmup_ratio", "warmup_steps"),
         ("adam.weight_decay", "weight_decay"),
         ("max_norm", "max_grad_norm"),
     ):
@@ -1380,7 +1380,7 @@ def openrlhf_data(t: Theirs, ours: Ours) -> None:
     new = new or (total - prompt if 0 < prompt < total else total // 2)
     ours.set("max_response_length", new)
     ours.set("max_prompt_length", prompt or max(1, total - new))
-    ours.set("overlong_prompts", "filter")
+    ours.set("overlong_prompts", "drop")
     if not t.has("rollout.max_new_tokens"):
         ours.note(f"data.max_len={total} is for prompt and response together there; here half of it is for each")
     ours.set("total_epochs", max(1, whole(t("train.num_episodes"), 1)))
@@ -1480,7 +1480,7 @@ def areal(t: Theirs, ours: Ours) -> None:
         ppo_critic(ours, "model_name_or_path", t.given.get("critic.path", policy) or policy, policy)
         for key, mine in (
             ("weight_decay", "weight_decay"),
-            ("warmup_steps_proportion", "warm_up"),
+            ("warmup_steps_proportion", "warmup_steps"),
             ("gradient_clipping", "max_grad_norm"),
         ):
             ppo_critic(ours, mine, t(f"critic.optimizer.{key}"), t(f"actor.optimizer.{key}"))
@@ -1638,7 +1638,7 @@ def areal_data(t: Theirs, ours: Ours) -> None:
     t.has("train_dataset.max_length", "dataset.max_prompt_len")
     if longest:
         ours.set("max_prompt_length", whole(longest))
-        ours.set("overlong_prompts", "filter")
+        ours.set("overlong_prompts", "drop")
     tokenizer = t.given.get("tokenizer_path")
     t.has("tokenizer_path", "rollout.tokenizer_path")
     if tokenizer and tokenizer != t("actor.path"):
@@ -1720,7 +1720,7 @@ RELIED = {
 }
 # What a preset that is for the other script alone leaves open in this one.
 BESIDE_PRESET = {
-    ("tinyzero", "grpo"): {"advantage_eps": 1e-6, "kl_gradient": "naive", "kl_reward_norm": "inside"},
+    ("tinyzero", "grpo"): {"advantage_eps": 1e-6, "kl_gradient": "naive", "kl_reward_norm": "before_norm"},
     ("openrlhf", "ppo"): {
         "gamma": 1.0,
         "gae_lambda": 1.0,

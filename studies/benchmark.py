@@ -563,7 +563,7 @@ def checked_run(args: Args) -> grpo.Args:
     own = ("repeats", "skip_engine", "json")
     shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
     # A stop string that no request asks for: with one the engine has a tokenizer, which llm.chat needs.
-    run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False, stop=("</s>",))
+    run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False, stop_strings=("</s>",))
     checks.check(run, 1)
     model_files.check_model(run)
     checks.check_training(run)

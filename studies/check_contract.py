@@ -338,7 +338,7 @@ def check_backward(subject: Subject, oracle: Oracle) -> list[Finding]:
     if abs(update.loss - total) > CLOSE * max(abs(total), abs(update.loss)):
         text = f"main backpropagates {update.loss:.4g}, and the sum of token_loss times weights is {total:.4g}"
         findings.append(Finding(2, "loss in main", NOTE, text, where))
-    plain = args.entropy_coeff == 0 and "full_kl_T" not in update.tokens
+    plain = args.entropy_coef == 0 and "full_kl_T" not in update.tokens
     names = dict(oracle.model.named_parameters())
     recorded = {}
     for name, gradient in update.gradient.items():

@@ -54,7 +54,10 @@ def other_values(script: ModuleType, name: str, value: Any) -> list[Any]:
 
 
 def accepted(script: ModuleType, args: Any, name: str, value: Any) -> Any:
-    """The arguments with this value, or None where the script rejects it."""
+    """The arguments with this value, or None where the script or its command line rejects it."""
+    kind = typing.get_type_hints(script.Args)[name]
+    if typing.get_origin(kind) is Literal and value not in typing.get_args(kind):
+        return None
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             changed = dataclasses.replace(args, **{name: value})

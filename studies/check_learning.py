@@ -61,7 +61,7 @@ def check(
             probe = Probe("learning", {"seed": seed}, learns=True)
             wanted += [(ours, probe), (theirs, probe)]
         if not pairs:
-            flags = [{"seed": seed, "control": "random"} for seed in seeds]
+            flags = [{"seed": seed, "reward_control": "random"} for seed in seeds]
             wanted += [(ours, Probe("control", own, learns=True)) for own in flags]
         found = run_all(wanted, lanes)
         learned = found[: 2 * len(seeds)]

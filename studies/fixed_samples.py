@@ -205,7 +205,7 @@ class FixedVerifiers:
             value = learned_reward(sample) if self.probe.learns else make_reward(sample)
             shape_reward(sample, Reward(value, {"correct": value}), self.args)
         samples = gather([sample for sample, _, _ in submitted])
-        if self.args.control == "random":
+        if self.args.reward_control == "random":
             deal_out(samples, self.args)
         return samples
 

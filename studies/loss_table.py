@@ -438,12 +438,12 @@ def kl_in_reward(pi: Tensor, h: Hinted) -> Tensor:
 
 
 def entropy_bonus(pi: Tensor, h: Hinted) -> Tensor:
-    """--entropy_coeff 1, whoever the teacher is; a target for the entropy moves the coefficient (arXiv 2505.22312)."""
+    """--entropy_coef 1, whoever the teacher is; a target for the entropy moves the coefficient (arXiv 2505.22312)."""
     logp = pi.log_softmax(-1)
     logprobs = h.world.token_logprobs(pi)
     entropy = -h.next_token(logp.exp() * logp)
     tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), entropy_T=entropy)
-    return grpo.token_loss(tokens, 0.0, grpo.Args(entropy_coeff=1.0))[0]
+    return grpo.token_loss(tokens, 0.0, grpo.Args(entropy_coef=1.0))[0]
 
 
 DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {

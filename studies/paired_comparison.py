@@ -14,10 +14,10 @@ many more would decide). It is an interval that may be looked at after every pai
 where there is no difference, the chance that 0 is ever outside it is at most 5 %, for differences that are normally
 distributed.
 
-With --controls the same command line is also run with --control format, random, shuffled and inverted, or with those
-that are named after it, on five seeds unless --seeds says otherwise. It ends with a table and a sentence: what the
-command line gains between the evaluations before the first step and after the last, and what remains of that gain with
-each control. The 95 % intervals are Student's, over the seeds.
+With --controls the same command line is also run with --reward_control format, random, shuffled and inverted, or with
+those that are named after it, on five seeds unless --seeds says otherwise. It ends with a table and a sentence: what
+the command line gains between the evaluations before the first step and after the last, and what remains of that gain
+with each control. The 95 % intervals are Student's, over the seeds.
 
 Repeat the command to continue: finished runs are kept, interrupted ones resume. Runs are forks of one process
 (studies/run_many.py), on CPUs. Exit codes: 0 decided, 1 a run failed, 3 undecided, 75 interrupted.
@@ -58,7 +58,7 @@ TESTBED = (
     "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 "
     """--vllm_args '{"kv_cache_memory_bytes": 107374182}'"""
 )
-# Values of --control -> what a run is then trained on.
+# Values of --reward_control -> what a run is then trained on.
 CONTROLS = {
     "none": "the reward",
     "format": "the format alone",
@@ -300,7 +300,7 @@ def compare_controls(line: str, shared: list[str], options: argparse.Namespace) 
     arms = {}
     for name in CONTROLS:
         if name in ("none", *(options.controls or CONTROLS)):
-            arms[name] = Arm(f"{line} --control {name}", shared)
+            arms[name] = Arm(f"{line} --reward_control {name}", shared)
     code = run(list(arms.values()), options.seeds, options.lanes, lambda seeds: False)
     if code:
         return code
@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--against", default="grpo.py", help="what it is compared with (default: %(default)s)")
     parser.add_argument("--metric", default="eval/pass@1", help="compared at the end of a run (default: %(default)s)")
     parser.add_argument("--smallest", type=float, default=0.03, help="smallest difference that matters (default: 0.03)")
-    meaning = "compare with these values of --control instead (default: all)"
+    meaning = "compare with these values of --reward_control instead (default: all)"
     parser.add_argument("--controls", nargs="*", choices=CONTROLS, metavar="CONTROL", help=meaning)
     options, shared = parse(parser, "1..5" if "--controls" in sys.argv else f"1..{PAIRS}")
     if options.controls is not None:

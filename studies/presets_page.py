@@ -54,7 +54,7 @@ def page() -> str:
     lines = [PAGE]
     for name, preset in presets.PRESETS.items():
         scripts = " and ".join(f"`{script}.py`" for script in preset.scripts)
-        lines += [f"## `--as {name}`", "", f"{preset.version}: {preset.about}. For {scripts}.", ""]
+        lines += [f"## `--preset {name}`", "", f"{preset.version}: {preset.about}. For {scripts}.", ""]
         lines += ["| flag | there | where |", "|---|---|---|"]
         for flag, value, sources in settings(name):
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -70,13 +70,13 @@ def page() -> str:
 
 PAGE = """# Presets: learn as another framework does
 
-`python grpo.py --as verl` (`trl`, `openrlhf`, `areal`, `open-instruct`; ppo.py: `verl`, `areal`, `tinyzero`) sets the
-flags below to what that framework does by default: advantages and their epsilon, the aggregation of the loss, clips,
+`python grpo.py --preset verl` (`trl`, `openrlhf`, `areal`, `open-instruct`; ppo.py: `verl`, `areal`, `tinyzero`) sets
+the flags below to what that framework does by default: advantages and their epsilon, aggregation of the loss, clips,
 where the KL enters and how, truncation, reward shaping, the optimizer and its schedule. Flags given beside it win, in
 any order, and also when they say what is our default. A flag to which a copy or variant has given a default of its own
 (`loss_norm` of gspo) stays as it is. Sizes (prompts, samples per prompt, lengths) are not set. The start of the run
 prints what a preset changed, what it left alone, what was given instead, and what is different there all the same. The
-name of the run and `config.json` (`as_`) record it.
+name of the run and `config.json` (`preset`) record it.
 
 This page is made from `runtime/arguments/presets.toml` (`python studies/presets_page.py`). `test_presets.py`
 installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, reads every default again where the

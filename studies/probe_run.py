@@ -261,7 +261,7 @@ class Laboratory:
             "learning_rate": 3e-3,
             "save_minutes": 0,
             "log_samples": 0,
-            "max_sampler_diff": 0.0,
+            "max_logprob_diff": 0.0,
             "timeout": LIMIT,
             "temperature": TEMPERATURE,
             "batch_layout": "padded",

@@ -55,7 +55,7 @@ SETTABLE = (
         "clip_higher",
         "clip_ratio_c",
     ),
-    *("entropy_coeff", "truncated_importance_sampling_ratio_cap", "importance_sampling_mask", "kl_gradient"),
+    *("entropy_coef", "truncated_importance_sampling_ratio_cap", "importance_sampling_mask", "kl_gradient"),
     *ADVANTAGE_FLAGS,
 )
 
@@ -512,7 +512,7 @@ class Replay:
                 full_kl=self.old_full_kl_N,
             )
             penalty_N[:-1] = reward_coef * script.return_to_go(kl_N, self.offsets)
-            if args.kl_reward_norm == "inside":
+            if args.kl_reward_norm == "before_norm":
                 sequence_kl_PG = penalty_N[self.offsets[:-1]].double().cpu().view_as(rewards_PG)
                 advantages_PG = script.group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)

@@ -22,11 +22,11 @@ if [[ ${1:-} == --real ]]; then
     decisive="$loss loss/full/naive reward/k1/naive"
     betas=("0 0.3 0.1")
     samples=1
-    # --max_sampler_diff 0: naive k1 leads to where bf16 is not precise enough for this check of the engine.
+    # --max_logprob_diff 0: naive k1 leads to where bf16 is not precise enough for this check of the engine.
     flags+=(
         --dtype bfloat16
         --num_samples_per_prompt_rollout 4 --total_steps 20 --learning_rate 2e-5 --lr_scheduler_type constant
-        --max_response_length 24 --eval_samples 1 --max_sampler_diff 0
+        --max_response_length 24 --eval_samples 1 --max_logprob_diff 0
     )
 else
     export EXP_NAME=study OUTPUT_DIR=${OUTPUT_DIR:-runs/study_kl} MINI_BATCHES="4 1"

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "testbed-1"
 SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&min_digits=1&max_digits=1"
 STEPS = 40
-# --max_sampler_diff 0 takes away the guard that ends a run with stale weights: learning has to notice by itself.
+# --max_logprob_diff 0 takes away the guard that ends a run with stale weights: learning has to notice by itself.
 FLAGS = {
     "model_name_or_path": str(MODEL),
     "dataset": SUMS,
@@ -34,7 +34,7 @@ FLAGS = {
     "max_response_length": 32,
     "learning_rate": 1e-4,
     "lr_scheduler_type": "constant",
-    "max_sampler_diff": 0,
+    "max_logprob_diff": 0,
     "eval_prompts": 128,
     "eval_samples": 4,
     "vllm_args": '{"kv_cache_memory_bytes": 107374182}',

@@ -93,7 +93,7 @@ AILMENTS = (
     Ailment(
         "entropy_collapse",
         "a coin for a reward, and entropy is punished",
-        {"entropy_coeff": -1.0, "learning_rate": 3e-4, "verifier": "rewards_of_ailments.py:noise"},
+        {"entropy_coef": -1.0, "learning_rate": 3e-4, "verifier": "rewards_of_ailments.py:noise"},
     ),
     Ailment(
         "mismatch_growth",

@@ -57,7 +57,7 @@ GAME = VLLM | {"environment": "FILES/game.py:Guess", "max_response_length": 64}
 
 EVIDENCE: dict[str, Row] = {
     # ---- run
-    "as_": row("verl", "optim/steps", "weights"),
+    "preset": row("verl", "optim/steps", "weights"),
     "exp_name": row("mine", "files", run_name=None),
     "seed": row(2, "prompts", "held-out prompts", "seeds of requests", "responses"),
     "total_steps": row(1, "steps"),
@@ -109,7 +109,7 @@ EVIDENCE: dict[str, Row] = {
     "verifier": row("FILES/own.py:always", "rewards"),
     "verifier_key": row("judge", "rewards", dataset=ROWS),
     "reward_weights": row(("FILES/own.py:parity=0.5",), "rewards"),
-    "control": row("inverted", "rewards", "weights"),
+    "reward_control": row("inverted", "rewards", "weights"),
     "call_timeout": row(
         0.2,
         *("reward/timeouts", "env/failures"),
@@ -140,7 +140,7 @@ EVIDENCE: dict[str, Row] = {
     "rollout": row("vllm", "vllm.LLM", "responses", vllm_args=CACHE),
     "async_steps": row(1, "sampler/staleness", "versions of weights"),
     "inflight_updates": row("recompute", "versions of weights", **FEW, async_steps=1),
-    "stop": row(("e", "a"), "completions/length_mean", **VLLM),
+    "stop_strings": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
     "engine_process": row(True, "processes of engines"),
     # One process has no rank to spare: what they do in a launch of several is shown by
@@ -148,7 +148,7 @@ EVIDENCE: dict[str, Row] = {
     "vllm_engines": row(1, "exit", "last words"),
     "vllm_tensor_parallel_size": row(2, "vllm.LLM(tensor_parallel_size)", stage="on two GPUs"),
     "vllm_args": row(CACHE, "blocks of the KV cache", rollout="vllm"),
-    "sleep": row("all", "moves of the trainer"),
+    "vllm_sleep": row("all", "moves of the trainer"),
     # ---- memory and parallelism
     "micro_batch_tokens": row(140, "training passes", "log-prob passes", num_mini_batches=2),
     "batch_layout": row("padded", "training passes"),
@@ -169,11 +169,11 @@ EVIDENCE: dict[str, Row] = {
     "clip_lower": row(0.001, "loss/policy", "weights", **UPDATES),
     "clip_higher": row(0.001, "loss/policy", "weights", **UPDATES),
     "clip_ratio_c": row(1.001, "loss/policy", "weights", **UPDATES),
-    "entropy_coeff": row(0.01, "loss/total", "weights"),
+    "entropy_coef": row(0.01, "loss/total", "weights"),
     "early_stop_imp_ratio": row(0.5, "optim/early_stopped", "optim/steps", num_epochs=2),
     "truncated_importance_sampling_ratio_cap": row(0.5, "optim/grad_norm"),
     "importance_sampling_mask": row((0.99, 1.01), "loss/policy", "weights", async_steps=1, learning_rate=1e-2),
-    "max_sampler_diff": row(1e-9, "exit", "last words"),
+    "max_logprob_diff": row(1e-9, "exit", "last words"),
     # ---- KL
     "beta": row(0.1, "kl/k1", "loss/kl", "weights", learning_rate=1e-2),
     "kl_placement": row("reward", "token advantages", "loss/kl", **KL),
@@ -183,7 +183,7 @@ EVIDENCE: dict[str, Row] = {
     "kl_reward_estimator": row("k2", "token advantages", "kl/reward", **KL, kl_placement="both"),
     "kl_target": row((1e-4, 100.0), "kl/coef", **KL),
     "load_ref_policy": row(True, "kl/k1", "kl/full"),
-    "kl_reward_norm": row("inside", "token advantages", **KL, kl_placement="reward"),
+    "kl_reward_norm": row("before_norm", "token advantages", **KL, kl_placement="reward"),
     "ref_policy_update": row((1, 0.5), "kl/k1", **KL),
     # ---- critic
     "disable_value": row(True, "value/mean", "token advantages"),
@@ -204,7 +204,7 @@ EVIDENCE: dict[str, Row] = {
     "adam_betas": row((0.5, 0.95), "weights"),
     "weight_decay": row(0.5, "weights"),
     "lr_scheduler_type": row("constant", "optim/lr", "weights"),
-    "warm_up": row(1, "optim/lr", "weights"),
+    "warmup_steps": row(1, "optim/lr", "weights"),
     "lr_min_ratio": row(0.9, "optim/lr", "weights"),
     "max_grad_norm": row(0.01, "weights"),
 }

@@ -429,17 +429,12 @@ def words(cls: type, arguments: dict[str, Any]) -> list[str]:
     line = []
     for flag, value in arguments.items():
         if types[flag] == "bool":
-            line.append(typed(flag) if value else f"--no-{flag}")
+            line.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, tuple):
-            line += [typed(flag), *map(str, value)]
+            line += [f"--{flag}", *map(str, value)]
         else:
-            line += [typed(flag), str(value)]
+            line += [f"--{flag}", str(value)]
     return line
-
-
-def typed(flag: str) -> str:
-    """A field of Args as one types it: as_ is --as, a word that Python keeps for itself."""
-    return f"--{flag.removesuffix('_')}"
 
 
 def train(module, args) -> None:
@@ -624,7 +619,7 @@ def complaints(flag: str, row: Row, without: dict[str, Any], tried: dict[str, An
         if found["exit"] != 0 and "exit" not in row.changes:
             wrong.append(f"exit code {found['exit']}: {found['console'][-600:]}")
         elif found["exit"] != 0 and flag not in found["last words"]:
-            wrong.append(f"a run ends, and its message does not name {typed(flag)}: {found['last words']}")
+            wrong.append(f"a run ends, and its message does not name {f'--{flag}'}: {found['last words']}")
     return wrong
 
 
@@ -732,9 +727,9 @@ def fixed_cells(flag: str) -> list[str]:
     """The cells of a row of the page that follow from the sources: flag, scripts, default, tried, with what."""
     scripts = [script for script in SCRIPTS if flag in flags_of(script)]
     defaults = [literal(flag_effect_rows.default_of(importlib.import_module(script).Args, flag)) for script in scripts]
-    first = [f"`{typed(flag)}`", ", ".join(scripts), ", ".join(f"`{default}`" for default in dict.fromkeys(defaults))]
+    first = [f"`{f'--{flag}'}`", ", ".join(scripts), ", ".join(f"`{default}`" for default in dict.fromkeys(defaults))]
     row = EVIDENCE[flag]
-    given = ", ".join(f"`{typed(name)} {literal(value)}`" for name, value in row.given.items())
+    given = ", ".join(f"`{f'--{name}'} {literal(value)}`" for name, value in row.given.items())
     needs = "; ".join(filter(None, [given, row.stage])) or "–"
     tried = f"`{literal(row.tried)}`"
     if flag in BASE:

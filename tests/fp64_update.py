@@ -147,7 +147,7 @@ def full_kl(logp_TV: Tensor, ref_TV: Tensor) -> Tensor:
 
 def learning_rate(k: int, total: int, a: dict[str, Any]) -> float:
     """The rate of optimizer step k, from 0, of ``total``."""
-    warm = round(a["warm_up"] * total) if a["warm_up"] < 1 else int(a["warm_up"])
+    warm = round(a["warmup_steps"] * total) if a["warmup_steps"] < 1 else int(a["warmup_steps"])
     if k < warm:
         return a["learning_rate"] * (k + 1) / (warm + 1)
     part = (k - warm) / (total - warm)
@@ -204,7 +204,7 @@ class Step:
             policy_T = torch.where(beyond_T, -adv_T * a["clip_ratio_c"], policy_T)
         weight_T = self.importance_weight(i, old_T)
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
-        loss_T = weight_T * policy_T - a["entropy_coeff"] * entropy_T
+        loss_T = weight_T * policy_T - a["entropy_coef"] * entropy_T
         if self.beta > 0:
             loss_T = loss_T + self.beta * self.kl_loss(i, logp_TV, logp_T, old_T, weight_T)
         return loss_T, ratio_T.detach()
@@ -281,7 +281,7 @@ class Oracle:
             else:
                 kl_of.append(kl_value(a["kl_reward_estimator"], old[i], old[i], of_tokens(ref_TV[i], sample)))
         rewards = [s["reward"] for s in samples]
-        inside = self.in_reward and a["kl_reward_norm"] == "inside"
+        inside = self.in_reward and a["kl_reward_norm"] == "before_norm"
         if inside:
             rewards = [r - self.reward_coef * float(k.sum()) for r, k in zip(rewards, kl_of, strict=True)]
         size = a["num_samples_per_prompt_rollout"]
@@ -376,7 +376,7 @@ class Oracle:
             total = total + (loss_T * share[i]).sum()
             size += float((loss_T.detach().abs() * share[i]).sum())
             group = [s for s in step.samples if s["prompt_id"] == step.samples[i]["prompt_id"]]
-            if self.has_reference or a["entropy_coeff"] != 0 or not self.equal(group):  # else nothing is computed of it
+            if self.has_reference or a["entropy_coef"] != 0 or not self.equal(group):  # else nothing is computed of it
                 ratios.append(ratio_T)
             if self.has_reference:
                 k1.append((of_tokens(logp_TV, step.samples[i]) - of_tokens(step.ref[i], step.samples[i])).detach())

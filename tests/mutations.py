@@ -54,8 +54,8 @@ MUTATIONS = [
     (
         "KL of the reward inside the std",
         GRPO,
-        'if args.kl_reward_norm == "inside":',
-        'if args.kl_reward_norm != "inside":',
+        'if args.kl_reward_norm == "before_norm":',
+        'if args.kl_reward_norm != "before_norm":',
     ),
     (
         "mean of the KL instead of its sum",
@@ -106,8 +106,8 @@ MUTATIONS = [
     (
         "weight on the entropy",
         GRPO,
-        "args.entropy_coeff * t.entropy_T\n",
-        "args.entropy_coeff * weight_T * t.entropy_T\n",
+        "args.entropy_coef * t.entropy_T\n",
+        "args.entropy_coef * weight_T * t.entropy_T\n",
     ),
     ("cap on the wrong side", GRPO, "weight_T.clamp(max=cap) if cap", "weight_T.clamp(min=cap) if cap"),
     ("weight turned round", GRPO, "weight_T = (old_T - sampler_T).exp()", "weight_T = (sampler_T - old_T).exp()"),
@@ -147,8 +147,8 @@ MUTATIONS = [
     (
         "the controller does not see truncated responses",
         GRPO,
-        'if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "inside"):',
-        'if kl.reward > 0 and args.kl_reward_norm == "inside":',
+        'if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):',
+        'if kl.reward > 0 and args.kl_reward_norm == "before_norm":',
     ),
     (
         "KL per token of all tokens",

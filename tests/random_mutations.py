@@ -377,7 +377,7 @@ class Server:
         self.log = folder.with_name("pytest.log")
 
         def ignored(where: str, names: list[str]) -> set[str]:
-            top = {".git", ".venv", "runs", "models", "wandb"} if Path(where) == root else set()
+            top = {".git", ".venv", ".cuda", ".engines", "runs", "models", "wandb"} if Path(where) == root else set()
             return {"__pycache__", *top}  # tests/runs are tests
 
         shutil.copytree(root, folder, ignore=ignored)

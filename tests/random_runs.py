@@ -103,7 +103,7 @@ class Plan:
             *["other ranks after resuming"] * (len(set(self.ranks)) > 1),
             *["KL"] * (flags.get("beta", 0) > 0),
             *["ZeRO 1 or 3"] * (flags["zero_stage"] != 2),
-            *["control"] * ("control" in flags),
+            *["control"] * ("reward_control" in flags),
         ]
 
 
@@ -135,13 +135,13 @@ def draw(seed: int, number: int) -> Plan:
             flags.update(more)
 
     sometimes(0.2, clip_ratio_c=1.1)
-    sometimes(0.3, entropy_coeff=r.choice((0.01, -0.02)))
+    sometimes(0.3, entropy_coef=r.choice((0.01, -0.02)))
     sometimes(0.2, filter_zero_std_samples=True)
     sometimes(0.3, shuffle_mini_batches=False)
     sometimes(0.3, truncated_importance_sampling_ratio_cap=r.choice((1.0, 2.0, 0.999)))
     sometimes(0.2, importance_sampling_mask=(0.5, 5.0))
     sometimes(0.3, weight_decay=0.1)
-    sometimes(0.3, warm_up=r.choice((2.0, 0.3)))
+    sometimes(0.3, warmup_steps=r.choice((2.0, 0.3)))
     sometimes(0.2, overlong_buffer=5)
     sometimes(0.2, reward_scaling=-2.0, reward_bias=0.3)
     sometimes(0.1, non_stop_penalty=0.5)
@@ -149,7 +149,7 @@ def draw(seed: int, number: int) -> Plan:
     sometimes(0.1, early_stop_imp_ratio=1.001)
     sometimes(0.2, temperature=r.choice((0.7, 1.3)))
     sometimes(0.5, micro_batch_tokens=600)
-    sometimes(0.15, control=r.choice(("random", "format", "inverted")))
+    sometimes(0.15, reward_control=r.choice(("random", "format", "inverted")))
     sometimes(0.1, gradient_checkpointing=True)
     sometimes(0.15, eval_prompts=4, eval_every=1)
     draw_kl(r, flags)
@@ -175,7 +175,7 @@ def draw_kl(r: random.Random, flags: dict[str, Any]) -> None:
         flags["kl_gradient"] = r.choice(("naive", "unbiased"))
     if where != "loss":
         flags["kl_reward_estimator"] = r.choice(("k1", "k2", "k3", "k4", "abs", "full"))
-        flags["kl_reward_norm"] = r.choice(("inside", "outside"))
+        flags["kl_reward_norm"] = r.choice(("before_norm", "after_norm"))
     if r.random() < 0.4:
         flags["kl_target"] = (0.01, 100.0)
     if r.random() < 0.2:
@@ -307,7 +307,7 @@ def arguments(plan: Plan, model: Path, folder: Path):
         "save_minutes": 0.0,
         "micro_batch_tokens": 2048,
         "vllm_args": '{"kv_cache_memory_bytes": 53687091, "enforce_eager": true}',
-        "max_sampler_diff": 0.0,
+        "max_logprob_diff": 0.0,
         "timeout": 120.0,
     }
     return grpo.Args(**common | plan.flags)
@@ -502,14 +502,14 @@ def compare_rewards(samples: list[dict], a: dict[str, Any], tokenizer, errors: E
         else:
             text = tokenizer.decode(sample["response_ids"], skip_special_tokens=True)
             score, form = exact_rewards.score(text), float(len(text) % 2)
-        scores.append(form if a["control"] == "format" else score)
+        scores.append(form if a["reward_control"] == "format" else score)
         plain.append(score)
     expected = []
     for score, sample in zip(scores, samples, strict=True):
         reward = fp64_update.shaped(score, sample, a)
-        expected.append(-reward if a["control"] == "inverted" else reward)
+        expected.append(-reward if a["reward_control"] == "inverted" else reward)
     found = [sample["reward"] for sample in samples]
-    if a["control"] == "random":  # dealt out within what was generated, of which these may be the best
+    if a["reward_control"] == "random":  # dealt out within what was generated, of which these may be the best
         if a["generation_size"] is not None or a["dynamic_sampling_rounds"]:
             return
         expected, found = sorted(expected), sorted(found)

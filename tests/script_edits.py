@@ -182,7 +182,7 @@ ALSO = [
         {2},
         ("dtype=torch.float64).view(prompts, group)", "dtype=torch.float64).view(group, prompts)"),
     ),
-    mistake("entropy penalized", {6}, ("policy_T - args.entropy_coeff", "policy_T + args.entropy_coeff")),
+    mistake("entropy penalized", {6}, ("policy_T - args.entropy_coef", "policy_T + args.entropy_coef")),
     mistake(
         "truncation mask off by one",
         {2},

@@ -1,16 +1,16 @@
-"""A Slurm of one node, or of those of two_nodes.py, for tests: munged, slurmctld, slurmd with files of their own."""
+"""A Slurm of one node or two, in network namespaces, for tests: munged, slurmctld, slurmd with files of their own."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import two_nodes
 from helpers import ROOT, clean_environment
 from two_nodes import ADDRESSES, Nodes
 
@@ -23,27 +23,19 @@ def reason_for_none() -> str:
     missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
     if missing:
         return f"no {', '.join(missing)} (Debian: slurmctld slurmd slurm-client munge)"
-    return "slurmd and munged of a test need root" if os.geteuid() != 0 else ""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return s.getsockname()[1]
+    return "slurmd and munged of a test need root" if os.geteuid() != 0 else two_nodes.reason_for_none()
 
 
 class Slurm:
-    """munged, slurmctld and a slurmd per node, with all their files in one folder. Without ``nodes``: this machine."""
+    """A context with munged, slurmctld and a slurmd per node, with all their files in one folder."""
 
-    def __init__(self, folder: Path, nodes: Nodes | None = None, gpus: int = 0):
+    def __init__(self, folder: Path, nodes: int = 1, gpus: int = 0):
         """``gpus``: with so many invented ones in each node, and jobs bound to their cores."""
-        self.folder, self.nodes, self.processes = folder, nodes, []
+        self.folder, self.nodes, self.processes = folder, Nodes(count=nodes), []
         self.env = clean_environment()
         self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
-        hosts = {socket.gethostname().split(".")[0]: "127.0.0.1"}
-        if nodes is not None:
-            hosts = {f"node{i}": address for i, address in enumerate(ADDRESSES)}
-        self.count = len(hosts)
+        self.count = nodes
+        hosts = {f"node{i}": address for i, address in enumerate(ADDRESSES[:nodes])}
         first, first_address = next(iter(hosts.items()))
         lines = [f"NodeName={host} NodeAddr={address}" for host, address in hosts.items()]
         known = {"localhost": "127.0.0.1"} | hosts
@@ -57,45 +49,31 @@ class Slurm:
         (folder / "gres.conf").write_text(f"Name=gpu File={devices}\n" if gpus else "")
         (folder / "slurm.conf").write_text(
             f"ClusterName=test\nSlurmctldHost={first}({first_address})\nSlurmUser=root\nSlurmdUser=root\n"
-            f"SlurmctldPort={free_port()}\nSlurmdPort={free_port()}\n"
             f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.socket\nCryptoType=crypto/munge\n"
             f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool.%n\n"
             f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.%n.pid\n"
             f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.%n.log\n"
             f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/{binding}\nMpiDefault=none\nSwitchType=switch/none\n"
             "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
-            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=10\n"
+            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=60\n"
             "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
+            "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
             + ("GresTypes=gpu\n" if gpus else "")
             + "".join(f"{line} CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN{gres}\n" for line in lines)
-            + f"PartitionName=test Nodes={','.join(hosts)} Default=YES MaxTime=INFINITE State=UP\n"
+            + f"PartitionName=test Nodes={','.join(hosts)} Default=YES MaxTime=INFINITE State=UP GraceTime=60\n"
+            + f"PartitionName=urgent Nodes={','.join(hosts)} PriorityTier=9 PreemptMode=OFF\n"
         )
 
-    def start(self) -> None:
-        f = self.folder
-        munge = ["--foreground", "--force", f"--socket={f}/munge.socket", f"--key-file={f}/munge.key"]
-        munge += [f"--{name}-file={f}/munge.{name}" for name in ("log", "pid", "seed")]
-        self.spawn("munged", ["munged", *munge])
-        self.spawn("slurmctld", self.on(0, ["slurmctld", "-D", "-c"]))
-        for node in range(self.count):
-            self.spawn(f"slurmd{node}", self.on(node, ["slurmd", "-D"]))
-        deadline = time.monotonic() + 60
-        while self.run("sinfo", "-h", "-o", "%T %D").split() != ["idle", str(self.count)]:
-            if time.monotonic() > deadline:
-                logs = "\n".join(p.read_text()[-2000:] for p in sorted(f.glob("slurm*.log")))
-                raise AssertionError(f"the nodes did not become idle\n{logs}")
-            time.sleep(0.5)
+    def __enter__(self) -> Slurm:
+        self.nodes.__enter__()
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
 
-    def on(self, node: int, line: list[str]) -> list[str]:
-        """A command as it runs on a node, where the names of the nodes are known."""
-        return line if self.nodes is None else self.nodes.on(node, line, f"mount --bind {self.folder}/hosts /etc/hosts")
-
-    def spawn(self, name: str, line: list[str]) -> None:
-        with open(self.folder / f"{name}.out", "w") as log:
-            self.processes.append(subprocess.Popen(line, env=self.env, stdout=log, stderr=log))
-        time.sleep(1)
-
-    def stop(self) -> None:
+    def __exit__(self, *_) -> None:
         self.run("scancel", "--full", "--user=root")
         time.sleep(1)
         for process in reversed(self.processes):
@@ -104,16 +82,53 @@ class Slurm:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 process.kill()
+        self.nodes.__exit__()
 
-    def run(self, *words: str, cwd: Path | None = None) -> str:
-        line = self.on(0, list(words))
-        return subprocess.run(line, env=self.env, capture_output=True, text=True, cwd=cwd, timeout=60).stdout
+    def start(self) -> None:
+        """Start the daemons, and wait until all nodes are idle."""
+        f = self.folder
+        munge = ["--foreground", "--force", f"--socket={f}/munge.socket", f"--key-file={f}/munge.key"]
+        munge += [f"--{name}-file={f}/munge.{name}" for name in ("log", "pid", "seed")]
+        self.spawn("munged", ["munged", *munge])
+        self.spawn("slurmctld", self.on(0, ["slurmctld", "-D", "-c"]))
+        for node in range(self.count):
+            self.spawn(f"slurmd{node}", self.on(node, ["slurmd", "-D"]))
+        deadline = time.monotonic() + 60
+        while self.run("sinfo", "-h", "-p", "test", "-o", "%T %D").split() != ["idle", str(self.count)]:
+            if time.monotonic() > deadline:
+                logs = "\n".join(p.read_text()[-2000:] for p in sorted(f.glob("slurm*.log")))
+                raise AssertionError(f"the nodes did not become idle\n{logs}")
+            time.sleep(0.5)
 
-    def submit(self, cwd: Path, *words: str, env: dict[str, str] | None = None) -> str:
-        """The job's number. ``env``: more variables of the submission."""
-        argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", *words]
+    def on(self, node: int, line: list[str]) -> list[str]:
+        """A command as it runs on a node, where the names of the nodes are known."""
+        return self.nodes.on(node, line, f"mount --bind {self.folder}/hosts /etc/hosts")
+
+    def spawn(self, name: str, line: list[str]) -> None:
+        with open(self.folder / f"{name}.out", "w") as log:
+            self.processes.append(subprocess.Popen(line, env=self.env, stdout=log, stderr=log))
+        time.sleep(1)
+
+    def call(
+        self, *words: str, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess:
+        """A command on the first node. ``env``: more variables of it."""
         env = self.env | (env or {})
-        done = subprocess.run(self.on(0, argv), env=env, capture_output=True, text=True, cwd=cwd, timeout=60)
+        return subprocess.run(self.on(0, [*words]), env=env, capture_output=True, text=True, cwd=cwd, timeout=timeout)
+
+    def run(self, *words: str) -> str:
+        """Return the output of a command on the first node."""
+        return self.call(*words).stdout
+
+    def submission(self, cwd: Path, *words: str, **options) -> subprocess.CompletedProcess:
+        """scripts/submit.py of ``cwd``, or of this project where it has none, on the first node."""
+        script = cwd / "scripts" / "submit.py"
+        script = script if script.exists() else ROOT / "scripts" / "submit.py"
+        return self.call(sys.executable, str(script), "--backend", "slurm", *words, cwd=cwd, **options)
+
+    def submit(self, cwd: Path, *words: str, **options) -> str:
+        """The number of the job that is submitted."""
+        done = self.submission(cwd, *words, **options)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -1,7 +1,11 @@
-"""Two nodes on this machine: network namespaces joined by a veth pair, or by a wire that delays and drops packets."""
+"""Two nodes on this machine: network namespaces joined by a veth pair, or by a wire that delays and drops packets.
+
+One node alone is a namespace for servers, which listen there and not on the addresses of this machine.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -13,6 +17,7 @@ from helpers import LONG, Run, alive, command, logged
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = "29517"  # of the launcher on node 0; a namespace has all ports to itself
+NUMBERS = itertools.count()  # for the names of namespaces
 
 # The far ends of two tun devices: passes IP packets from one to the other, late, and some not at all.
 WIRE = """
@@ -62,14 +67,15 @@ def reason_for_none() -> str:
 
 
 class Nodes:
-    """A context with two nodes; afterwards no namespace and none of their processes is left.
+    """A context with two nodes, or one; afterwards no namespace and none of their processes is left.
 
     delay, loss: seconds and fraction of packets; with either the link is a wire of our own, since few kernels of
     containers have netem.
     """
 
-    def __init__(self, delay: float = 0.0, loss: float = 0.0):
-        self.names = [f"rlvr{os.getpid()}{side}" for side in "ab"]
+    def __init__(self, delay: float = 0.0, loss: float = 0.0, count: int = 2):
+        number = next(NUMBERS)
+        self.names = [f"rlvr{os.getpid()}n{number}{side}" for side in "ab"[:count]]
         self.delay, self.loss = delay, loss
         self.wire: subprocess.Popen | None = None
 
@@ -81,13 +87,14 @@ class Nodes:
                 words = [*self.names, str(self.delay), str(self.loss)]
                 self.wire = subprocess.Popen([sys.executable, "-c", WIRE, *words], stdout=subprocess.PIPE, text=True)
                 assert self.wire.stdout.readline() == "the wire is there\n"
-            else:
+            elif len(self.names) == 2:
                 a, b = self.names
                 ip("link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
-            for name, mine in zip(self.names, ADDRESSES, strict=True):
-                ip("-n", name, "addr", "add", f"{mine}/24", "dev", "cable")
+            device = "cable" if len(self.names) == 2 else "lo"
+            for name, mine in zip(self.names, ADDRESSES, strict=False):
+                ip("-n", name, "addr", "add", f"{mine}/24", "dev", device)
                 ip("-n", name, "link", "set", "lo", "up")
-                ip("-n", name, "link", "set", "cable", "up")
+                ip("-n", name, "link", "set", device, "up")
         except BaseException:
             self.__exit__()
             raise
@@ -124,11 +131,16 @@ class Nodes:
         *more: str,
         before: tuple[str, ...] = (),
         on_node_1: str = ":",
+        late: float = 0.0,
         **shape,
     ) -> list[Run]:
-        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each."""
+        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each.
+
+        late: seconds after which node 1 starts.
+        """
         runs = []
         for node, out in enumerate(outs):
+            time.sleep(late if node == 1 else 0)
             line = command(tiny, out, *more, ranks=2, **shape)
             line[line.index("--main_process_port") + 1] = PORT
             place = ["--num_machines", "2", "--machine_rank", str(node), "--main_process_ip", ADDRESSES[0]]

@@ -21,7 +21,7 @@ MUST_BE_POSITIVE = (
     *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "call_timeout"),
     *("max_turns", "eval_samples", "vllm_tensor_parallel_size"),
 )
-MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coeff")
+MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coef")
 AT_MOST_ONE = ("lr_min_ratio", "gamma", "gae_lambda", "value_norm_beta")
 NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
@@ -46,7 +46,7 @@ VLLM_TAKEN = {
     "revision": "--model_name_or_path ID@REVISION",
     "tokenizer": "--tokenizer_name_or_path",
     "tokenizer_revision": "--model_name_or_path ID@REVISION",
-    "skip_tokenizer_init": "--stop",
+    "skip_tokenizer_init": "--stop_strings",
     "trust_remote_code": "--trust_remote_code",
     "hf_overrides": "--override_config",
     "dtype": "--dtype",
@@ -54,7 +54,7 @@ VLLM_TAKEN = {
     "max_model_len": "--max_prompt_length and --max_response_length",
     "tensor_parallel_size": "--vllm_tensor_parallel_size",
     "distributed_executor_backend": "--num_processes of accelerate launch",
-    "enable_sleep_mode": "--sleep",
+    "enable_sleep_mode": "--vllm_sleep",
     "async_scheduling": "--inflight_updates",
     "enable_chunked_prefill": "the script, which needs it off on CPUs",
     "logprobs_mode": "the script: the log-probs of training are those of the distribution sampled from",
@@ -110,11 +110,11 @@ def check_places(args: Any) -> None:
 def check_words(args: RunFlags) -> None:
     """Reject values that a shell has damaged: empty (an unset variable), an unexpanded ~, a carriage return."""
     for name, value in dataclasses.asdict(args).items():
-        if name in ("system_prompt", "stop"):  # they are text for the model
+        if name in ("system_prompt", "stop_strings"):  # they are text for the model
             continue
         for word in value if isinstance(value, tuple) else (value,):
             if word == "":
-                refuse(f"--{name.rstrip('_')}: is empty (an unset shell variable?); drop the flag or pass a value")
+                refuse(f"--{name}: is empty (an unset shell variable?); drop the flag or pass a value")
             if isinstance(word, str) and re.search(r'(^|[,"])\s*~/', word):
                 refuse(f"--{name} {word}: '~' was not expanded; pass an absolute path")
             if isinstance(word, str) and word.endswith(("\r", "\n")):
@@ -150,7 +150,7 @@ def check_training(args: RunFlags) -> None:
     sample = f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length}"
     episodes = args.total_episodes
     dropped = args.dataset_filter
-    check_warm_up("--warm_up ", args.warm_up)
+    check_warmup_steps("--warmup_steps ", args.warmup_steps)
     if args.num_mini_batches > prompts:
         refuse(
             f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: all "
@@ -190,7 +190,7 @@ def check_training(args: RunFlags) -> None:
         refuse(f"--adam_betas {args.adam_betas}: both must be between 0 and 1")
 
 
-def check_warm_up(flag: str, value: float) -> None:
+def check_warmup_steps(flag: str, value: float) -> None:
     """Require a warm-up of 1 or more to be an integer, since it counts optimizer steps."""
     if value > 1 and value != int(value):
         refuse(f"{flag}{value:g}: values >= 1 count optimizer steps and must be integers; else pass a fraction")
@@ -245,10 +245,10 @@ def check_engine(args: RunFlags, world_size: int) -> None:
         refuse("--dtype float32: flash attention does not support float32; use bfloat16 or --attn_implementation sdpa")
     if "param" in args.offload and args.zero_stage != 3:
         refuse(f"--offload param needs --zero_stage 3, not {args.zero_stage}")
-    if args.sleep == "all" and args.zero_stage != 2:
-        refuse(f"--sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
-    if args.rollout == "hf" and args.stop:
-        refuse("--stop needs --rollout vllm")
+    if args.vllm_sleep == "all" and args.zero_stage != 2:
+        refuse(f"--vllm_sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
+    if args.rollout == "hf" and args.stop_strings:
+        refuse("--stop_strings needs --rollout vllm")
     if args.engine_process and tp > 1:
         refuse(
             f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would run in the processes of "
@@ -274,10 +274,10 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
         )
     if apart and args.rollout != "vllm":
         refuse(f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}")
-    if apart and args.sleep != "off":
+    if apart and args.vllm_sleep != "off":
         refuse(
-            f"--sleep {args.sleep} with --vllm_engines {args.vllm_engines}: an engine with its own GPU shares no "
-            f"memory with a trainer; drop --sleep"
+            f"--vllm_sleep {args.vllm_sleep} with --vllm_engines {args.vllm_engines}: an engine on its own GPU frees "
+            f"no memory for a trainer; drop --vllm_sleep"
         )
     if apart and args.vllm_engines * tp >= world_size:
         refuse(
@@ -312,9 +312,9 @@ def check_asynchrony(args: RunFlags) -> None:
             f"--inflight_updates {args.inflight_updates} needs --rollout vllm: transformers' generate cannot update "
             f"weights in the middle of a response"
         )
-    if ahead and args.sleep != "off":
+    if ahead and args.vllm_sleep != "off":
         refuse(
-            f"--sleep {args.sleep} with --async_steps {args.async_steps}: --sleep discards the sequences that "
+            f"--vllm_sleep {args.vllm_sleep} with --async_steps {args.async_steps}: it discards the sequences that "
             f"--async_steps keeps running during an update; pass one of them"
         )
     if ahead and args.dataset_filter is not None:

@@ -43,8 +43,12 @@ FIXED = {
 # Flags of earlier commits, and what replaces each. "{}" stands for the value that was given.
 REMOVED = {
     "adam_eps": "removed: AdamW's epsilon is 1e-8",
+    "as": "--preset {}",
+    "control": "--reward_control {}",
+    "entropy_coeff": "--entropy_coef {}",
     "kl_horizon": "--kl_target TARGET {}",
     "logprob_micro_batch_tokens": "removed: --micro_batch_tokens is the budget of passes without gradient as well",
+    "max_sampler_diff": "--max_logprob_diff {}",
     "record_batches": "removed: a step is repeatable from the checkpoint before it; studies/replay.py rebuilds its "
     "batch",
     "ref_policy_alpha": "--ref_policy_update FREQ {}",
@@ -52,11 +56,21 @@ REMOVED = {
     "require_learning": "removed: python scripts/doctor.py RUN exits with code 3 if the run did not learn",
     "reward_timeout": "--call_timeout {}",
     "reward_workers": "removed: a rank has as many verifier processes as cores, less two (1 to 32)",
+    "sleep": "--vllm_sleep {}",
+    "stop": "--stop_strings {}",
     "turn_lag": "removed: answers of an environment are taken 128 engine steps after the turn",
     "turn_timeout": "--call_timeout {}",
     "vllm_gpu_memory_utilization": """--vllm_args '{"gpu_memory_utilization": {}}'""",
+    "warm_up": "--warmup_steps {}",
 }
-# Those of them without which a run has the same results: always (None), or if they were given this value.
+# Values that have new names since version 0.4.
+RENAMED_VALUES = {
+    ("bad_rows", "raise"): "error",
+    ("kl_reward_norm", "inside"): "before_norm",
+    ("kl_reward_norm", "outside"): "after_norm",
+    ("overlong_prompts", "filter"): "drop",
+}
+# Those of the removed flags without which a run has the same results: always (None), or if they were given this value.
 IGNORED = {
     "adam_eps": 1e-8,
     "logprob_micro_batch_tokens": None,
@@ -98,7 +112,7 @@ def answer(part: list[str], fields: dict[str, dataclasses.Field]) -> str | None:
     """Return what to pass instead of an option and its values; "" for an unknown one, None for a valid one."""
     head, *values = part
     flag = flag_of(head, fields)
-    if head.startswith("--") and flag in (*fields, "help", "as"):
+    if head.startswith("--") and flag in (*fields, "help", "preset"):
         return misused(head, values, flag, fields)
     path = PATH.match(head)
     if not head.startswith("--") and path is None:
@@ -122,33 +136,42 @@ def update_removed(words: list[str], fields: dict[str, dataclasses.Field]) -> li
     found: list[str] = []
     for part in parts:
         new = replacement(part, fields)
-        if new is None or (new and given.setdefault(flag_of(new[0], fields), new) != new):
+        flag = flag_of(part[0], fields)
+        other = flag_of(new[0], fields) if new else flag
+        if new is None or (other != flag and given.setdefault(other, new) != new):
             found += part
             continue
         found += new
-        name = flag_of(part[0], fields).removeprefix("no_")
+        name = flag.removeprefix("no_")
         now = f"is now {shlex.join(new)}" if new else f"is ignored ({REMOVED[name].removeprefix('removed: ')})"
         if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-            print(
-                f"warning: {' '.join(part)} {now}; the next version rejects the old flag", file=sys.stderr, flush=True
-            )
+            print(f"warning: {' '.join(part)} {now}; the next version rejects the old form", file=sys.stderr)
     return found
 
 
 def replacement(part: list[str], fields: dict[str, dataclasses.Field]) -> list[str] | None:
-    """Return today's words for a removed flag and its value, [] where none are needed; None where there are no such."""
+    """Return today's words for an option whose name or value is old, [] where none are needed; None for any other."""
     head, *values = part
-    name, value = flag_of(head, fields), " ".join(values) or head.partition("=")[2]
-    if not head.startswith("--") or len(values) > 1:
+    values = values or head.split("=", 1)[1:]
+    name, value = flag_of(head, fields), " ".join(values)
+    if not head.startswith("--"):
         return None
+    if name in fields:
+        new_values = [RENAMED_VALUES.get((name, value), value) for value in values]
+        if name == "critic":
+            new_values = [value.replace("warm_up=", "warmup_steps=") for value in values]
+        return [f"--{name}", *new_values] if new_values != values else None
     if name in IGNORED:
         only = IGNORED[name]
-        return [] if only is None or (NUMBER.fullmatch(value) and float(value) == only) else None
+        always = only is None and len(values) < 2
+        return [] if always or (NUMBER.fullmatch(value) and float(value) == only) else None
     if name == "no_require_learning":
         return []
     new = REMOVED.get(name, "")
-    complete = new.startswith("--") and not re.search(r"\b[A-Z]+\b", new)
-    return shlex.split(new.replace("{}", value)) if complete and NUMBER.fullmatch(value) else None
+    if not values or not new.startswith("--") or re.search(r"\b[A-Z]+\b", new):
+        return None
+    words = [values if word == "{}" else [word.replace("{}", value)] for word in shlex.split(new)]
+    return [word for several in words for word in several]
 
 
 def misused(head: str, values: list[str], flag: str, fields: dict[str, dataclasses.Field]) -> str | None:

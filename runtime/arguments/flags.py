@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
@@ -39,9 +39,9 @@ RESOURCES = (
     "micro_batch_tokens",
     "gradient_checkpointing",
     "engine_process",
-    "sleep",
+    "vllm_sleep",
     "timeout",
-    "max_sampler_diff",
+    "max_logprob_diff",
 )
 # Those of --vllm_args for which the same holds.
 VLLM_RESOURCES = (
@@ -56,8 +56,6 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # between the parts of a run 
 # What follows from model and data where it is not given: runtime/training/derived_defaults.py.
 OPEN = ("learning_rate", "critic_learning_rate", "max_prompt_length", "max_response_length", "total_steps")
 KL_HORIZON = 10000.0  # sequences, of --kl_target TARGET
-# The type of the field as_: "as" is a word of Python's own, so that only the command line can have it.
-As = Annotated[str | None, tyro.conf.arg(name="as", metavar="NAME")]
 
 
 @dataclass
@@ -84,7 +82,7 @@ class RunFlags:
     """auto: resume from the newest intact checkpoint of this run if its code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
-    """End the run after this many seconds without progress on any rank or in any engine. 0 disables."""
+    """End the run when no rank makes progress, or one engine makes none, for this many seconds. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the variable RUN_DIR (set by scripts/submit.py), else
     runs."""
@@ -113,21 +111,21 @@ class RunFlags:
     """JSON object of fields to change in the model's config.json."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the weights and of sampling; master weights are always fp32. auto: bfloat16 on GPUs (float16 on a
-    T4) and on CPUs where it is measured to be 1.4 times as fast as float32. float16 requires a GPU and uses loss
+    T4) and on CPUs where a test at the start finds it 1.4 times as fast as float32. float16 needs a GPU; it uses loss
     scaling."""
     attn_implementation: str = "auto"
     """Attention kernel: a name of transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch, for
-    packed rows) or grouped (eager in fewer passes, for CPUs). auto: chosen by device, dtype and layout."""
+    packed rows) or grouped (eager, one product per KV head). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third slower, much less memory."""
 
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
     """Training data: reasoning_gym:NAME?key=value, a .jsonl, .json, .parquet or .csv file, a folder saved by datasets,
-    or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). JSON mixes several: {"a": 1.0, "b": 500}."""
+    or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). {"a": 1.0, "b": 500} mixes: all of a, 500 of b."""
     eval_dataset: str | None = None
-    """Evaluation data; its first eval_prompts problems are used and excluded from training. JSON sets the number for
-    each source: {"a": 32, "b": 1.0}. Default: problems held out from --dataset."""
+    """Evaluation data; its first eval_prompts problems are used, and left out of training. JSON sets the number for
+    each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
     prompt_key: str | None = None
     """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else question."""
     ground_truth_key: str | None = None
@@ -139,17 +137,17 @@ class RunFlags:
     the tokenizer's own template, e.g. {"enable_thinking": false} for Qwen3. Default: the tokenizer's own."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, including the chat template."""
-    overlong_prompts: Literal["error", "filter", "left", "right"] = "error"
-    """Prompts above max_prompt_length. error: stop at the start. filter: drop them. left, right: truncate that side."""
-    bad_rows: Literal["raise", "drop"] = "raise"
-    """Rows without a prompt, or whose ground truth the verifier rejects. raise: stop at the start. drop: drop them."""
+    overlong_prompts: Literal["error", "drop", "left", "right"] = "error"
+    """Prompts above max_prompt_length. error: stop at the start. drop: drop them. left, right: truncate that side."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Rows without a prompt, or whose ground truth the verifier rejects. error: stop at the start. drop: drop them."""
     generation_size: int | None = None
     """Sample this many responses per prompt and train on the num_samples_per_prompt_rollout with the highest reward."""
     dynamic_sampling_rounds: int = 0
     """Replace zero-variance groups by new prompts, up to this many times per step (DAPO). 0 disables."""
     dataset_filter: tuple[float, float] | None = None
-    """SHARE THRESHOLD: after each epoch over the data, drop the problems answered best, at most SHARE of all, and only
-    those with a fraction of at least THRESHOLD correct answers, e.g. 0.1 1. Default: off."""
+    """SHARE THRESHOLD: after each epoch, drop problems with a pass rate of at least THRESHOLD, highest first, up to a
+    fraction SHARE of all problems, e.g. 0.1 1. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
@@ -160,17 +158,17 @@ class RunFlags:
     reward_weights: tuple[str, ...] = ()
     """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). NAME=gate: the other rewards count only
     if this one is 1."""
-    control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
-    """Control run: replace the training reward to see how much of a gain it explains; evaluation is unchanged. random:
+    reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
+    """Control run: train on another reward to see how much is gained without the true one (evaluation uses it). random:
     permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's truth.
     inverted: negate the reward."""
     call_timeout: float = 10.0
-    """Timeout in seconds of each verifier, tool or environment call; its process is killed. The verification scores 0;
-    an environment's error is shown to the model."""
+    """Timeout in seconds of each call of a verifier, tool or environment, after which its process is killed. A verifier
+    then scores 0; for a tool or environment the model is shown an error message."""
     check_verifier_status: bool = False
     """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
-    """Run programs with resource limits only, on systems whose kernel offers no namespaces for the code sandbox."""
+    """Run a response's code under nothing but resource limits where the kernel has no namespaces for the sandbox."""
     reward_model_name_or_path: str | None = None
     """Reward model: a sequence classifier with one output (local folder, hub id, or ID@REVISION). Its weighted score is
     added to the verifiers' score."""
@@ -216,10 +214,10 @@ class RunFlags:
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
     """Push weights while responses are being generated. off: only between batches. recompute: recompute the KV cache
     with the new weights. keep: keep the old KV cache."""
-    max_sampler_diff: float = 0.1
-    """End the run if the mean gap between engine and trainer log-probs exceeds this, in nats per token (in fp32 a
-    thousandth of it). 0 disables."""
-    stop: tuple[str, ...] = ()
+    max_logprob_diff: float = 0.1
+    """End the run if the mean gap between engine and trainer log-probs exceeds this, in nats per token; in fp32
+    the limit is a thousandth of this number. 0 disables."""
+    stop_strings: tuple[str, ...] = ()
     """Stop strings: generation ends after one of them, and it remains part of the response."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
@@ -233,10 +231,10 @@ class RunFlags:
     """Number of dedicated ranks that share one engine (tensor parallelism)."""
     vllm_args: str | None = None
     """JSON object of vLLM's own arguments, e.g. {"max_num_seqs": 512}. gpu_memory_utilization is 0.4 by default, lower
-    on small GPUs, and higher with --sleep or --vllm_engines."""
-    sleep: Literal["off", "engine", "all"] = "off"
+    on small GPUs, and higher with --vllm_sleep or --vllm_engines."""
+    vllm_sleep: Literal["off", "engine", "all"] = "off"
     """Free GPU memory between generation phases. engine: release the engine's weights and KV cache during the update.
-    all: also move the trainer's weights and optimizer states to CPU memory during generation (ZeRO 2)."""
+    all: also move the trainer's weights and optimizer states to CPU memory while sampling (with ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
@@ -250,7 +248,7 @@ class RunFlags:
     because DeepSpeed does not detect NaN gradients there."""
     offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
     """Keep in CPU memory: optimizer (master weights and optimizer states), param (parameters, with ZeRO 3), ref (the
-    reference model between its passes, on GPUs)."""
+    reference model, which a GPU then holds only during its passes)."""
 
     # Structured flags as typed values, each parsed once; ``check`` reads them all, so invalid ones exit with code 2.
     model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
@@ -296,7 +294,7 @@ def own_flags_first(cls: FlagsClass) -> FlagsClass:
 def parse(cls: type, description: str | None = None, words: list[str] | None = None, default: Any = None) -> Any:
     """The arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
-    ``--as NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
+    ``--preset NAME`` replaces the defaults, so whatever else is given wins, in any order. Ends with exit code 2 for
     arguments that do not parse, and answers words of other frameworks all at once.
     """
     words = sys.argv[1:] if words is None else words

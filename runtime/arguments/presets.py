@@ -1,8 +1,7 @@
-"""Presets of ``--as NAME``: the semantics of other frameworks' GRPO and PPO, in this project's flags. Imports no torch.
+"""Presets of ``--preset NAME``: GRPO and PPO as other frameworks define them, in this project's flags.
 
-presets.toml has the values, each with its place in the framework's source, and the differences that no flag expresses.
-tests/unit/arguments/test_presets.py reads the defaults again there, calls the frameworks' functions for advantages and
-losses on the same tensors, and compares values and gradients. docs/evidence/presets.md is made from the table.
+Imports no torch. presets.toml has the values, each with its place in the framework's source, and the differences that
+no flag expresses. tests/unit/arguments/test_presets.py compares advantages, losses and gradients with the frameworks'.
 """
 
 from __future__ import annotations
@@ -61,20 +60,22 @@ def script_of(cls: type) -> str:
 
 
 def asked_for(cls: type, words: list[str]) -> str | None:
-    """The NAME of ``--as NAME`` on a command line, the last one given; None without.
+    """The NAME of ``--preset NAME`` on a command line, the last one given; None without.
 
     Ends with exit code 2 where the script has no preset of that name, with the list of those that it has.
     """
-    given = [w.partition("=")[2] or after for w, after in itertools.pairwise([*words, ""]) if w.split("=")[0] == "--as"]
+    given = [
+        w.partition("=")[2] or after for w, after in itertools.pairwise([*words, ""]) if w.split("=")[0] == "--preset"
+    ]
     if not given:
         return None
     script = script_of(cls)
     known = [other for other, preset in PRESETS.items() if script in preset.scripts]
     if not known:
-        refuse("--as is for grpo.py and ppo.py and their copies")
+        refuse("--preset is for grpo.py and ppo.py and their copies")
     if given[-1] not in known:
         note = f"; {given[-1]} is for {PRESETS[given[-1]].scripts[0]}.py" if given[-1] in PRESETS else ""
-        refuse(f"--as {given[-1]!r}: give one of {', '.join(known)}{note}")
+        refuse(f"--preset {given[-1]!r}: give one of {', '.join(known)}{note}")
     return given[-1]
 
 
@@ -122,12 +123,12 @@ def apply(args: Any, name: str | None) -> Any:
 
 
 def explain(args: Any) -> list[str]:
-    """Lines for the start of a run: what ``--as`` changed, what it left alone, what was given, what is different."""
-    if args.as_ is None:
+    """Return lines for the start of a run: what ``--preset`` changed and left alone, what was given, what differs."""
+    if args.preset is None:
         return []
-    preset = PRESETS[args.as_]
+    preset = PRESETS[args.preset]
     ours = type(args)()
-    theirs, kept = settings_of(ours, args.as_)
+    theirs, kept = settings_of(ours, args.preset)
     changed, given = [], []
     for flag, there in theirs.items():
         value = getattr(args, flag)
@@ -136,7 +137,7 @@ def explain(args: Any) -> list[str]:
         elif value != getattr(ours, flag):
             changed.append(f"--{flag} {value} ({getattr(ours, flag)})")
     own = [f"--{flag} {getattr(args, flag)} (there {value})" for flag, value in kept.items()]
-    lines = [f"as         {preset.version}, instead of the defaults in parentheses: {', '.join(changed)}"]
+    lines = [f"preset     {preset.version}, instead of the defaults in parentheses: {', '.join(changed)}"]
     lines += [f"  kept     this script's own: {', '.join(own)}"] if own else []
     lines += [f"  given    {', '.join(given)}"] if given else []
     for what, size, script in preset.differences:

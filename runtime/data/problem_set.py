@@ -379,7 +379,7 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     if unknown:
         found += f"unknown: {', '.join(f'{name} ({rows} rows)' for name, rows in unknown.most_common())}; "
     found += f"row {bad[0][0]} {bad[0][1]}"
-    if args.bad_rows == "raise":
+    if args.bad_rows == "error":
         alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
         refuse(f"{found}; repair them, choose other columns or a --verifier{alone}, or add --bad_rows drop")
     print_on_rank_0(f"warning: --bad_rows drop: {found}")
@@ -609,7 +609,7 @@ def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
 def check_enough(training: list[Problem], evaluation: list[Problem], args) -> None:
     """Reject too few problems for one step, or none to evaluate on where evaluation was asked for."""
     if len(training) < args.num_unique_prompts_rollout:
-        filtered = " left by --overlong_prompts filter" if args.overlong_prompts == "filter" else ""
+        filtered = " left by --overlong_prompts drop" if args.overlong_prompts == "drop" else ""
         if args.eval_dataset is not None:
             has = f"{len(training)} distinct problems{filtered} that are not evaluated on"
         else:

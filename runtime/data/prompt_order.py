@@ -74,7 +74,7 @@ def sampling(args) -> dict[str, Any]:
         "top_p": 1.0,
         "top_k": 0,
         "max_tokens": args.max_response_length,
-        "stop": list(args.stop),
+        "stop": list(args.stop_strings),
         "ignore_eos": args.ignore_eos,
     }
 

@@ -315,9 +315,9 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
         f"{' plus the definitions of the tools' if args.environment else ''}"
     )
     if how == "error":
-        refuse(f"{words}. Raise --max_prompt_length to {longest}, or choose --overlong_prompts filter, left or right")
+        refuse(f"{words}. Raise --max_prompt_length to {longest}, or choose --overlong_prompts drop, left or right")
     print_on_rank_0(f"warning: --overlong_prompts {how}: {words}")
-    kept = {"filter": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
+    kept = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:
         problem.prompt_ids = problem.prompt_ids[kept]
     return [problem for problem in problems if problem.prompt_ids]

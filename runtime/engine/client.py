@@ -22,6 +22,8 @@ from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weigh
 
 RESTARTS = 2  # times that a failed engine is built again
 PUSH = "acknowledgement of new weights"
+# Exceptions of code that cannot work here, however often it is tried.
+PERMANENT = (AssertionError, AttributeError, ImportError, NotImplementedError, TypeError, ValueError)
 
 
 class Engine:
@@ -56,7 +58,7 @@ class Engine:
         self.episodes = args.environment is not None
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
         # vLLM gives its sleeping memory to one engine of a process.
-        sleeps = args.sleep != "off" and torch.cuda.is_available() and not args.engine_process
+        sleeps = args.vllm_sleep != "off" and torch.cuda.is_available() and not args.engine_process
         able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
         self.restarts = RESTARTS if able else 0
         self.failure = ""  # the last reason to build the engine again
@@ -65,7 +67,7 @@ class Engine:
         self.beside = args.async_steps > 0 and args.vllm_engines == 0 and not args.engine_process
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
         beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
-        self.copies_weights = beside_training or args.sleep == "all"
+        self.copies_weights = beside_training or args.vllm_sleep == "all"
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
@@ -79,7 +81,7 @@ class Engine:
         self.tokens = 0  # that arrived since the last push
         self.metrics: dict[str, float] = {}  # of the time between the last two pushes
         self.start()
-        if args.sleep != "off":  # until the first push: its memory is for the trainer
+        if args.vllm_sleep != "off":  # until the first push: its memory is for the trainer
             self.sleep()
 
     def start(self) -> None:
@@ -97,13 +99,13 @@ class Engine:
     def message(self, what: str) -> tuple:
         """The thread's next message.
 
-        Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample: once may be a
-        crash of its own.
+        Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample. Once may be a
+        crash of its own, unless the exception is one of ``PERMANENT``.
         """
         try:
             return self.watch.receive(self.outbox, self.thread, self.timeout, what)
         except watchdog.EngineFailed as error:
-            again = self.failure or self.restarts == 0
+            again = self.failure or self.restarts == 0 or isinstance(error.__cause__, PERMANENT)
             if self.untried and (what in ("engine", PUSH) or again):
                 watchdog.refuse_engine(error)
             raise

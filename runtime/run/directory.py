@@ -37,24 +37,26 @@ LEFT = (
 def run_name(args, defaults) -> str:
     """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
 
-    With ``--as NAME`` the defaults are those that it sets. What follows from model and data is not named. The same
+    With ``--preset NAME`` the defaults are those that it sets. What follows from model and data is not named. The same
     command always has the same name, and a command that computes something else never has it. A long name ends in a
     hash of the rest.
     """
     if args.run_name is not None:
         return args.run_name
     parts = []
-    defaults = presets.apply(defaults, args.as_)
+    defaults = presets.apply(defaults, args.preset)
     values = redact_values({f.name: identity_value(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
     for f in dataclasses.fields(args):
         value = values[f.name]
         default = identity_value(f.name, getattr(defaults, f.name))
-        unnamed = f.name in (*MAY_CHANGE, "exp_name", "control", "seed") or is_open(args, f.name)
+        unnamed = f.name in (*MAY_CHANGE, "exp_name", "reward_control", "seed") or is_open(args, f.name)
         if not unnamed and value != default:
-            parts.append(f"{f.name.rstrip('_')}={value}")
+            parts.append(f"{f.name}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
-    begin = args.exp_name if args.control == "none" else f"{args.exp_name}__control={args.control}"  # never cut off
+    begin = (
+        args.exp_name if args.reward_control == "none" else f"{args.exp_name}__reward_control={args.reward_control}"
+    )  # never cut off
     ends = (begin, f"seed={args.seed}")
     room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
     if len(safe) > 120 or safe != text or len(safe.encode()) > room:

@@ -287,7 +287,7 @@ def mismatch_growth(case: Case) -> Finding | None:
     if not end > bound:
         return None
     what = f"engine and trainer differ by {end:.3f} nats per token, at first by {start:.4f}"
-    remedy = "Weights do not arrive, or responses are scored as another model's: do not switch --max_sampler_diff off."
+    remedy = "Weights do not arrive, or responses are scored as another model's: do not switch --max_logprob_diff off."
     return Finding("mismatch_growth", what, remedy, since(smooth(values) > bound))
 
 

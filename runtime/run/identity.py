@@ -46,7 +46,7 @@ def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> t
             by_model = derived_defaults.by_model(args, memory.read_model(args.model))
             value, _ = by_model.get(name, (value, ""))
         if value != theirs.get(name):
-            words = f"--{name.rstrip('_')} {theirs.get(name)} there, {value} here"
+            words = f"--{name} {theirs.get(name)} there, {value} here"
             same = name in MAY_CHANGE or identity_value(name, value) == identity_value(name, theirs.get(name))
             (allowed if same else other).append(words)
     return other, allowed

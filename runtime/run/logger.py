@@ -94,8 +94,10 @@ def print_header(
             f"warning    {cores:g} core(s) for {here} rank(s) on this node: trainer, engine and verifiers of each "
             f"share less than two; ask for more (--cpus of submit.py, --cpus-per-task of Slurm, the container's quota)"
         )
-    if args.control != "none":
-        lines.append(f"CONTROL    --control {args.control}: what is trained on is not the verifier's reward")
+    if args.reward_control != "none":
+        lines.append(
+            f"CONTROL    --reward_control {args.reward_control}: what is trained on is not the verifier's reward"
+        )
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")

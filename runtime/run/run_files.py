@@ -50,7 +50,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def control_of(metrics: dict[str, Any]) -> str:
-    """Return the control (--control) that replaced the reward, by the metrics of a step, or "" for the reward."""
+    """Return the value of --reward_control that a step's metrics tell of; "" where the reward was the verifier's."""
     return next((name.removeprefix("reward/control_") for name in metrics if name.startswith("reward/control_")), "")
 
 

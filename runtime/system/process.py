@@ -414,7 +414,7 @@ def prepare_environment(dtype: str = "auto") -> None:
     """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
 
     ``dtype``: ``--dtype``. vLLM's attention for fp32 on GPUs is a Triton kernel, which multiplies in tf32 by default:
-    an error of 1e-3, where ``--max_sampler_diff`` allows 1e-4 nats. bf16 has no such products.
+    an error of 1e-3, where ``--max_logprob_diff`` allows 1e-4 nats. bf16 has no such products.
 
     A step frees and allocates gradients and buffers as large as the model, several times. glibc returns them to the
     kernel and gets them again page by page: half a million page faults per update of 135M parameters, a fifth of its

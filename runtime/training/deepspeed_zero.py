@@ -175,6 +175,7 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
+        "timers": {"throughput": {"enabled": False}},  # from the third step on it would wait for the GPU in each pass
     }
     if dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True}

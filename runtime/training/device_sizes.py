@@ -19,9 +19,9 @@ SHARES = {
 # Flags that free memory on a GPU, the cheapest in time first.
 REMEDIES = (
     {"gradient_checkpointing": True},
-    {"gradient_checkpointing": True, "sleep": "engine"},
-    {"gradient_checkpointing": True, "sleep": "all"},
-    {"gradient_checkpointing": True, "sleep": "engine", "offload": ("optimizer",)},
+    {"gradient_checkpointing": True, "vllm_sleep": "engine"},
+    {"gradient_checkpointing": True, "vllm_sleep": "all"},
+    {"gradient_checkpointing": True, "vllm_sleep": "engine", "offload": ("optimizer",)},
     {"gradient_checkpointing": True, "offload": ("optimizer",)},
 )
 ENGINE_SEQUENCES = 64  # of full length that its KV cache must hold
@@ -30,7 +30,7 @@ ENGINE_SEQUENCES = 64  # of full length that its KV cache must hold
 def candidates(args, setting: Setting) -> Iterator[Sizes]:
     """The sizes that may be tried on a GPU where the flags leave them open, the most wanted first."""
     base = default_sizes(args, True)
-    kind = "in turns" if args.sleep != "off" else "beside"
+    kind = "in turns" if args.vllm_sleep != "off" else "beside"
     if args.vllm_engines > 0:
         kind = "alone"
     given = args.engine_args.get("gpu_memory_utilization")
@@ -95,7 +95,7 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     apart = args.async_steps > 0 or args.vllm_engines > 0  # then nothing sleeps in turns
     remedy = "give shorter lengths or more GPUs, with --gradient_checkpointing, --offload optimizer, --zero_stage 3"
     for changes in REMEDIES:
-        if not (apart and "sleep" in changes) and first_fit(replace(args, **changes), model, setting):
+        if not (apart and "vllm_sleep" in changes) and first_fit(replace(args, **changes), model, setting):
             remedy = f"it fits with {as_words(changes)}"
             break
     refuse(

@@ -256,8 +256,8 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     held = parts["process"] + parts["second process"]
     held += sum(states.values()) - visitor
     gradients = parts["gradients"] * (args.zero_stage == 2)  # they are there from backward pass to step
-    asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.sleep == "all")
-    beside = sum(sampler.values()) * (not on_gpu or args.sleep == "off")
+    asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.vllm_sleep == "all")
+    beside = sum(sampler.values()) * (not on_gpu or args.vllm_sleep == "off")
     backward = work["activations"] + work["logits"] + work["gathered"]
     reduction = work["reduction"] + work["gathered"]
     update = max(backward, reduction, work["flat gradients"], visitor + work["logits"])
@@ -281,6 +281,7 @@ def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str
     if 0 < setting.card * USABLE < prediction.peak:
         lines.append(
             f"warning: the GPU has {setting.card / GIB:.1f} GiB, and {prediction.peak / GIB:.1f} may be needed; see "
-            f"--gradient_checkpointing, --sleep, --offload, --micro_batch_tokens, gpu_memory_utilization in --vllm_args"
+            f"--gradient_checkpointing, --vllm_sleep, --offload, --micro_batch_tokens, and gpu_memory_utilization in "
+            f"--vllm_args"
         )
     return lines

@@ -1,9 +1,8 @@
 cd {{copy}} || exit 1
-find . -name __pycache__ -prune -o -type d -print | while IFS= read -r place; do # link what has come since
-    for entry in {{workdir}}/"$place"/*; do
-        name=${entry##*/}
-        [ ! -e "$entry" ] || [ -e "$place/$name" ] || [ "$name" = __pycache__ ] || ln -s "$entry" "$place/" 2>/dev/null
-    done
+mapfile -t places < <(find . -name __pycache__ -prune -o -type d -print)
+entries() { find "${places[@]}" -mindepth 1 -maxdepth 1 ! -name __pycache__ ! -name '.*' 2>/dev/null | LC_ALL=C sort; }
+LC_ALL=C comm -13 <(entries) <(cd {{workdir}} && entries) | while IFS= read -r new; do # link what has come since
+    ln -s {{workdir}}/"$new" "$new" 2>/dev/null
 done
 bring_back() { # files that the commands wrote beside their code go to the folder of the submission
     export LC_ALL=C

@@ -12,15 +12,13 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$(free_port)
 export MASTER_ADDR MASTER_PORT STOP_REACHES_ALL=1
 rm -f "$MARKS"/exit.*
-limit=${SLURM_JOB_END_TIME:-0} # Slurm since 22.05 has it; 0: no limit is known
 {{srun}} &
 child=$!
 finish
 code=$?
 # srun returns the highest code of all nodes: 75 counts only if no node ended with another code.
 if [ "$code" = 75 ] && [ "$cancelled" = 0 ] && ! cat "$MARKS"/exit.* | grep -qvx 75; then
-    # Asked to stop long before the time limit: preempted, which does not count as a retry.
-    if [ "$stopping" = 0 ] || [ $((limit - $(date +%s))) -le {{preempted_before}} ]; then
+    if ! scontrol show job {{job}} | grep -q 'PreemptTime=[0-9]'; then # a preemption does not count as a retry
         echo retry >>"$MARKS/retries"
     fi
     if [ "$(cat "$MARKS/retries" 2>/dev/null | wc -l)" -le {{max_retries}} ]; then

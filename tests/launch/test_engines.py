@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from ray_head import ADDRESS, ENGINES, RayHead, reason_for_none
+from slurm_cluster import until
 from submitted_jobs import SUBMIT, job_of, submit
 
 pytestmark = pytest.mark.engines
@@ -47,7 +48,7 @@ def test_words_and_variables_arrive_on_ray(ray, tmp_path):
     out = tmp_path / "out.json"
     value = "a $HOME 'b' \"c\" ${PATH}"
     job = ray_job(ray, tmp_path, "--env", f"X={value}", "--", sys.executable, "-c", program, str(out), *DOLLARS)
-    assert "SUCCEEDED" in ray.wait(tmp_path, job, "SUCCEEDED", "FAILED")
+    ray.succeed(job)
     commit = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
     assert json.loads(out.read_text()) == [DOLLARS, value, commit]
 
@@ -70,14 +71,13 @@ def test_a_job_that_is_stopped_on_ray_saves(ray, tmp_path):
     (tmp_path / "saves.py").write_text(SAVES)
     words = ["--", sys.executable, "saves.py", str(tmp_path / "saved")]
     job = ray_job(ray, tmp_path, *words)
-    ray.wait(tmp_path, job, "RUNNING")
+    assert ray.wait(job, "RUNNING") == "RUNNING"
     again = ray.run(*SUBMIT, "--backend", "ray", "--cluster", ADDRESS, *words, cwd=tmp_path)
     assert again.returncode == 73 and "still waits or runs" in again.stderr, again.stderr
-    while "ready" not in ray.run("ray", "job", "logs", "--address", ADDRESS, job, cwd=tmp_path).stdout:
-        pass
+    until(lambda: "ready" in ray.job(job, "/logs")["logs"])
     folder = next((tmp_path / "runs" / "jobs").iterdir())
     ray.run(*SUBMIT, "--cancel", str(folder), cwd=tmp_path)
-    ray.wait(tmp_path, job, "STOPPED", "FAILED")
+    assert ray.wait(job) == "STOPPED"
     assert (tmp_path / "saved").read_text() == "saved"
 
 
@@ -93,7 +93,7 @@ def test_jobs_of_one_gpu_share_a_machine_of_two(ray, tmp_path):
     line = ["--gpus", "1", "--", sys.executable, "meets.py", str(out)]
     jobs = [ray_job(ray, tmp_path, *line, name) for name in "abc"]
     for job in jobs:
-        assert "SUCCEEDED" in ray.wait(tmp_path, job, "SUCCEEDED", "FAILED")
+        ray.succeed(job)
     assert {(out / name).read_text() for name in "ab"} == {"0", "1"} and (out / "c").exists()
 
 
@@ -108,7 +108,7 @@ import sys, json, sky
 from click.testing import CliRunner
 from sky.client.cli import command
 task = sky.Task.from_yaml(sys.argv[1])
-resources = [str(r) for r in task.resources]
+resources = [f"{r} {r.region}" for r in task.resources]
 words = json.loads(sys.argv[2])
 assert words[:3] == ["sky", "jobs", "launch"], words
 context = command.jobs_launch.make_context("launch", words[3:])

@@ -203,14 +203,14 @@ def test_pictures(runs, tmp_path, x, suffix):
 
 
 def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
-    """None beside numbers, and lists: --total_episodes where some runs count steps, --stop."""
+    """None beside numbers, and lists: --total_episodes where some runs count steps, --stop_strings."""
     names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
     for name, episodes, stop in zip(names, (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
         shutil.copytree(name, tmp_path / name.name)
         config = json.loads((name / "config.json").read_text())
-        config["args"] |= {"total_episodes": episodes, "stop": stop, "learning_rate": 1e-3}
+        config["args"] |= {"total_episodes": episodes, "stop_strings": stop, "learning_rate": 1e-3}
         (tmp_path / name.name / "config.json").write_text(json.dumps(config))
-    out = call(plot, tmp_path, "--by", "stop", "total_episodes", "--output", tmp_path / "p.svg")
+    out = call(plot, tmp_path, "--by", "stop_strings", "total_episodes", "--output", tmp_path / "p.svg")
     comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
     columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
     assert columns == ["None", "48", "96"] and "| a b | 48 |" in out and "| none | 48 |" in out

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import slurm_cluster
-import two_nodes
 from helpers import ROOT, command, finish, record
 from slurm_cluster import Slurm, until
-from two_nodes import Nodes
 
 missing = slurm_cluster.reason_for_none()
 pytestmark = [pytest.mark.skipif(bool(missing), reason=missing)]
@@ -40,12 +40,8 @@ sys.exit(int(sys.argv[2]))
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    try:
-        cluster.start()
+    with Slurm(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
-    finally:
-        cluster.stop()
 
 
 @pytest.mark.engines
@@ -84,8 +80,7 @@ def edited_while_it_waits(slurm, folder, *words: str) -> str:
     line = ["--run_dir", "run", *words, "--", sys.executable, "says.py"]
     first = slurm.submit(folder, "--env", "X=first", *line)
     (folder / "word.py").write_text("text = 'new'\n")
-    argv = [sys.executable, str(ROOT / "scripts" / "submit.py"), "--backend", "slurm", "--env", "X=second", *line]
-    again = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=folder, timeout=60)
+    again = slurm.submission(folder, "--env", "X=second", *line)
     assert again.returncode == 73 and f"still waits or runs; cancel it (scancel {first})" in again.stderr, again.stderr
     renamed = slurm.submit(folder, "--name", "other", "--run_dir", "other", "--env", "X=second", "--", *line[-2:])
     slurm.run("scancel", busy)
@@ -143,22 +138,34 @@ def test_requeues_by_the_site_are_no_retries(slurm, tmp_path):
 
 
 @pytest.mark.engines
+def test_a_preemption_is_no_retry(slurm, tmp_path):
+    """By a partition that goes first, which leaves the job time to save; a request at the time limit is one."""
+    (tmp_path / "steps.py").write_text(PROGRAM)
+    job = slurm.submit(tmp_path, "--run_dir", "run", "--max_retries", "0", "--", sys.executable, "steps.py", "60", "0")
+    log = tmp_path / "run" / f"slurm-{job}.out"
+    begun = lambda starts: log.exists() and log.read_text().count("from step") == starts  # noqa: E731
+    until(lambda: begun(1))
+    words = ["--name", "urgent", "--partition", "urgent", "--cpus", str(os.cpu_count())]
+    urgent = slurm.submit(tmp_path, *words, "--", "sleep", "1")
+    until(lambda: slurm.state(job)["Restarts"] == "1")
+    slurm.wait(urgent, "COMPLETED")
+    slurm.wait(job, "RUNNING")
+    until(lambda: begun(2))
+    time.sleep(1)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    now = slurm.wait(job, "COMPLETED", "FAILED")
+    text = log.read_text()
+    assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("FAILED", "75:0", "1"), text
+    assert text.count("saved step") == 2
+
+
+@pytest.mark.engines
 def test_dependencies_that_cannot_be(slurm, tmp_path):
     """After a failed job the next one is canceled; a number that is no job's is rejected."""
     first = slurm.submit(tmp_path, "--", "bash", "-c", "sleep 3; exit 5")
     last = slurm.submit(tmp_path, "--depends_on", first, "--", "true")
     assert slurm.wait(last, "CANCELLED", "COMPLETED", timeout=60)["JobState"] == "CANCELLED"
-    argv = [
-        sys.executable,
-        str(ROOT / "scripts" / "submit.py"),
-        "--backend",
-        "slurm",
-        "--depends_on",
-        "999999",
-        "--",
-        "true",
-    ]
-    done = subprocess.run(argv, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
+    done = slurm.submission(tmp_path, "--depends_on", "999999", "--", "true")
     assert done.returncode == 2 and "--depends_on 999999: Slurm has no such job" in done.stderr
 
 
@@ -177,44 +184,45 @@ def test_a_submission_from_inside_an_allocation(slurm, tmp_path):
 @pytest.mark.engines
 def test_status_logs_and_cancel(slurm, tmp_path):
     """The commands that the submission prints, and the flags that run them later; the name is that of the run."""
-    line = [sys.executable, str(ROOT / "scripts" / "submit.py")]
-    words = [*line, "--backend", "slurm", "--run_dir", "run", "--", "bash", "-c", "echo hello; sleep 600"]
-    done = subprocess.run(words, env=slurm.env, capture_output=True, text=True, cwd=tmp_path)
+    done = slurm.submission(tmp_path, "--run_dir", "run", "--", "bash", "-c", "echo hello; sleep 600")
     job = done.stdout.strip()
     assert f"cancel: scancel {job}" in done.stderr and f"slurm-{job}.out" in done.stderr
     until(lambda: slurm.state(job)["JobState"] == "RUNNING")
     time.sleep(1)
-    ask = lambda what: subprocess.run([*line, what, "run"], env=slurm.env, capture_output=True, text=True, cwd=tmp_path)  # noqa: E731
+    ask = lambda what: slurm.call(sys.executable, str(ROOT / "scripts" / "submit.py"), what, "run", cwd=tmp_path)  # noqa: E731
     assert ask("--status").stdout.startswith(f"{job} ") and "RUNNING" in ask("--status").stdout
     assert ask("--logs").stdout == "hello\n"
+    assert ask("--clean").stdout.startswith("deleted 0 copies of code; 1 submissions may still wait or run")
     assert ask("--cancel").returncode == 0
     assert slurm.wait(job, "CANCELLED")["JobState"] == "CANCELLED"
+    until(lambda: slurm.run("squeue", "-h", "-j", job) == "")
+    assert ask("--clean").stdout.startswith("deleted 1 copies") and not list((tmp_path / "run").glob("*/code"))
 
 
 @pytest.mark.engines
 def test_cores_come_with_gpus(tmp_path):
     """Two ranks on a node of two GPUs get all of its cores, where Slurm's own default is one for both."""
-    cluster = Slurm(tmp_path, gpus=2)
-    try:
-        cluster.start()
+    with Slurm(tmp_path, gpus=2) as cluster:
         (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-        job = cluster.submit(
-            tmp_path,
-            "--run_dir",
-            "run",
-            "--gpus",
-            "2",
-            "--",
-            "bash",
-            "-c",
-            "echo cores $(env -u OMP_NUM_THREADS nproc)",
-        )
+        words = ["--run_dir", "run", "--gpus", "2", "--", "bash", "-c", "echo cores $(env -u OMP_NUM_THREADS nproc)"]
+        job = cluster.submit(tmp_path, *words)
         assert cluster.wait(job, "COMPLETED", "FAILED")["JobState"] == "COMPLETED"
         assert f"cores {os.cpu_count()}" in (tmp_path / "run" / f"slurm-{job}.out").read_text()
-    finally:
-        cluster.stop()
 
 
+# Answers in a twentieth of a second; while there is a file `hold`, makes one that says so and waits.
+GATED = """
+import pathlib, time
+from rewards import Reward
+
+def gated(response, truth, row):
+    time.sleep(0.05)
+    place = pathlib.Path(__file__).parent
+    while (place / "hold").exists():
+        (place / "held").touch()
+        time.sleep(0.05)
+    return Reward(float(len(response) % 2))
+"""
 SLOWLY = """
 import time
 from rewards import Reward
@@ -225,20 +233,62 @@ def slowly(response, truth, row):
 """
 
 
-@pytest.mark.slow
+def project(folder: Path) -> Path:
+    """A copy of this project's code, in a repository of its own, to be edited while it runs."""
+    for name in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split():
+        if not name.startswith(("tests/", "studies/", "docs/", "variants/", "bench/")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], cwd=folder, check=True)
+    return folder
+
+
+def edit(file: Path, old: str, new: str) -> None:
+    """Replace a text that the file has."""
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.engines
 def test_grpo_preempted(slurm, tiny, tmp_path):
-    """grpo.py itself, two steps, stopped in the first: afterwards every number is that of a run that was let alone."""
-    (tmp_path / "slowly.py").write_text(SLOWLY)
-    more = ["--total_steps", "2", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
+    """grpo.py is edited while its job waits and while it is preempted: the numbers are those of what was submitted.
+
+    The preemption is Slurm's own, by a job of a partition that goes first. The first edit moves the weights elsewhere
+    without a word, the second ends a run at its start.
+    """
+    (tmp_path / "gated.py").write_text(GATED)
+    here = project(tmp_path / "project")
+    more = ["--total_steps", "5", "--beta", "0.1", "--verifier", f"{tmp_path}/gated.py:gated", "--call_timeout", "300"]
+    line = lambda out: [w.replace(f"{ROOT}/grpo.py", "grpo.py") for w in command(tiny, tmp_path / out, *more)]  # noqa: E731
     finish(command(tiny, tmp_path / "straight", *more), tmp_path / "straight.log")
-    job = slurm.submit(tmp_path, "--run_dir", "parts", "--", *command(tiny, tmp_path / "parts", *more))
-    log = tmp_path / "parts" / f"slurm-{job}.out"
-    until(lambda: log.exists() and "eval after step 0" in log.read_text(), 120)
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    busy = slurm.submit(tmp_path, "--name", "busy", "--cpus", str(os.cpu_count()), "--", "sleep", "600")
+    slurm.wait(busy, "RUNNING")
+    job = slurm.submit(here, "--run_dir", "parts", "--", *line("parts"))
+    edit(here / "grpo.py", "args.learning_rate", "(2 * args.learning_rate)")
+    assert slurm.state(job)["JobState"] == "PENDING"
+    slurm.run("scancel", busy)
+    log = here / "parts" / f"slurm-{job}.out"
+    until(lambda: log.exists() and "step 1/5" in log.read_text(), 200)
+    (tmp_path / "hold").touch()
+    until((tmp_path / "held").exists)
+    words = ["--name", "urgent", "--partition", "urgent", "--cpus", str(os.cpu_count())]
+    urgent = slurm.submit(tmp_path, *words, "--", "sleep", "600")
+    until(lambda: "saving after this step" in log.read_text())
+    (tmp_path / "hold").unlink()
+    until(lambda: slurm.state(job)["Restarts"] == "1", 120)
+    (here / "grpo.py").write_text("raise SystemExit(9)\n")
+    assert slurm.state(job)["JobState"] == "PENDING"
+    slurm.wait(urgent, "RUNNING")
+    slurm.run("scancel", urgent)
     now = slurm.wait(job, "COMPLETED", "FAILED")
     text = log.read_text()
     assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
-    assert "saving after this step" in text and "resuming after step 1" in text, text
+    assert "resuming after step" in text, text
     expected, got = record(tmp_path / "straight" / "run"), record(tmp_path / "parts" / "run")
     for key in expected:
         assert got[key] == expected[key], key
@@ -303,28 +353,63 @@ def test_array_and_dependency(slurm, tmp_path):
     assert (tmp_path / "all").exists()
 
 
+SWEEP = """
+for beta in 0.0 0.03 0.1; do
+    for kl_estimator in k1 k2 k3 k4; do
+        python scripts/submit.py --backend slurm --cpus 1 --env OMP_NUM_THREADS=1 -- python grpo.py "$@" \\
+            --exp_name 0130_kl_scan --beta $beta --kl_estimator $kl_estimator
+    done
+done
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(bool(two_nodes.reason_for_none()), reason=two_nodes.reason_for_none() or "there are nodes")
+def test_a_sweep_of_twelve_runs_from_a_bash_loop(slurm, tiny, tmp_path):
+    """Submitted as users write it, each job named after its run; then plotted, and the copies of the code deleted."""
+    here = project(tmp_path / "project")
+    (tmp_path / "python").symlink_to(sys.executable)
+    line = command(tiny, Path("runs"), "--total_steps", "2")
+    at = line.index("--run_name")
+    words = [*line[2:at], *line[at + 2 :]]
+    env = {"PATH": f"{Path(sys.executable).parent}:{slurm.env['PATH']}"}
+    done = slurm.call("bash", "-ec", SWEEP, "sweep", *words, cwd=here, env=env, timeout=600)
+    jobs = done.stdout.split()
+    assert done.returncode == 0 and len(jobs) == 12, done.stderr
+    assert len({slurm.state(job)["JobName"] for job in jobs}) == 12
+    for job in jobs:
+        now = slurm.wait(job, "COMPLETED", "FAILED", timeout=1200)
+        assert now["JobState"] == "COMPLETED", Path(now["StdOut"]).read_text()
+    runs = list((here / "runs").glob("*/metrics.jsonl"))
+    assert len(runs) == 12
+    plot = [sys.executable, "scripts/plot.py", "runs", "--x", "beta", "--y", "final:policy/entropy"]
+    done = slurm.call(*plot, "--by", "kl_estimator", "--output", "kl.svg", cwd=here, timeout=300)
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    table = [row for row in done.stdout.splitlines() if row.startswith("|")]
+    assert [sum(f" k{n} " in row for row in table) for n in (1, 2, 3, 4)] == [3] * 4
+    assert (here / "kl.svg").stat().st_size > 1000
+    size = lambda: sum(path.stat().st_size for path in (here / "runs" / "jobs").rglob("*") if path.is_file())  # noqa: E731
+    before = size()
+    done = slurm.call(sys.executable, "scripts/submit.py", "--clean", "runs/jobs", cwd=here)
+    assert done.stdout == "deleted 12 copies of code; 0 submissions may still wait or run\n"
+    print(f"{before} bytes in runs/jobs, {size()} after --clean")
+    assert size() < 12 * 200_000 < before
+
+
+@pytest.mark.slow
 def test_one_job_over_two_nodes(tiny, tmp_path):
     """A rank on each node of the job, stopped and requeued: the numbers of an undisturbed run on one node."""
     more = ["--total_steps", "4", "--beta", "0.1", "--verifier", f"{tmp_path}/slowly.py:slowly"]
     (tmp_path / "slowly.py").write_text(SLOWLY)
     finish(command(tiny, tmp_path / "one", *more, ranks=2), tmp_path / "one.log", 300)
-    with Nodes() as pair:
-        cluster = Slurm(tmp_path, pair)
-        try:
-            cluster.start()
-            line = command(tiny, tmp_path / "two", *more)
-            job = cluster.submit(ROOT, "--run_dir", str(tmp_path / "job"), "--num_nodes", "2", "--", *line)
-            log = tmp_path / "job" / f"slurm-{job}.out"
-            until(
-                lambda: (log.exists() and "step 1/4" in log.read_text()) or cluster.state(job)["JobState"] == "FAILED",
-                240,
-            )
-            cluster.run("scancel", "--batch", "--signal=USR1", job)
-            now = cluster.wait(job, "COMPLETED", "FAILED", timeout=300)
-        finally:
-            cluster.stop()
+    with Slurm(tmp_path, nodes=2) as cluster:
+        line = command(tiny, tmp_path / "two", *more)
+        job = cluster.submit(ROOT, "--run_dir", str(tmp_path / "job"), "--num_nodes", "2", "--", *line)
+        log = tmp_path / "job" / f"slurm-{job}.out"
+        begun = lambda: log.exists() and "step 1/4" in log.read_text()  # noqa: E731
+        until(lambda: begun() or cluster.state(job)["JobState"] == "FAILED", 240)
+        cluster.run("scancel", "--batch", "--signal=USR1", job)
+        now = cluster.wait(job, "COMPLETED", "FAILED", timeout=300)
     text = log.read_text()
     assert (now["JobState"], now["ExitCode"], now["Restarts"]) == ("COMPLETED", "0:0", "1"), text
     assert (now["NumNodes"], now["NodeList"]) == ("2", "node[0-1]")

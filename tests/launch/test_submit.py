@@ -6,10 +6,12 @@ import base64
 import dataclasses
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -299,6 +301,67 @@ def test_what_cannot_be_is_an_error(backend, flags, says, capsys):
         submit.main(["--backend", backend, *shlex.split(flags), "--dry_run", "--", "python", "grpo.py"])
     said = capsys.readouterr()
     assert stop.value.code == 2 and says in said.err and SECRET not in said.err + said.out
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "ray", "skypilot"])
+@pytest.mark.parametrize(
+    "words, missing",
+    [
+        ("python none.py", "none.py"),
+        ("env A=1 uv run python none.py", "none.py"),
+        ("source none.sh && python mine.py", "none.sh"),
+        ("bash none.sh", "none.sh"),
+        ("python mine.py --config none.yaml", "none.yaml"),
+        ("accelerate launch --config_file none.yaml mine.py", "none.yaml"),
+        ("python mine.py --verifier none.py:score", "none.py"),
+    ],
+)
+def test_files_that_do_not_exist_never_reach_a_queue(backend, words, missing, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", backend, "--dry_run", "--", *words.split()])
+    assert stop.value.code == 2 and f"error: {missing}: no such file in {tmp_path}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("time, fits", [("2m", False), ("4m", False), ("241s", True), ("5m", True)])
+def test_a_time_limit_within_the_warning_is_refused(time, fits, capsys):
+    """Slurm asks the job to stop up to four minutes before the end: it would do nothing but restart."""
+    words = ["--backend", "slurm", "--time", time, "--dry_run", "--", "true"]
+    if fits:
+        assert submit.main(words) == 0
+        return
+    with pytest.raises(SystemExit) as stop:
+        submit.main(words)
+    assert stop.value.code == 2 and "s are too few: Slurm asks the job to stop 180 to 240 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [*submit.MASON, "no-host-networking"])
+def test_a_flag_of_mason_is_answered(flag, capsys):
+    with pytest.raises(SystemExit) as stop:
+        submit.main(["--backend", "beaker", "--image", "x", f"--{flag}", "1", "--dry_run", "--", "true"])
+    assert stop.value.code == 2 and "is a flag of mason.py; " in capsys.readouterr().err
+
+
+def test_what_slurm_lists(monkeypatch, capsys):
+    """A job has the name of its run; cores come with GPUs, a failed dependency ends it, and words of the user's."""
+    monkeypatch.chdir(ROOT)
+    words = [
+        "--backend",
+        "slurm",
+        "--gpus",
+        "2",
+        "--depends_on",
+        "7",
+        "--scheduler_args",
+        "--exclude=n3 --reservation r",
+    ]
+    assert submit.main([*words, "--dry_run", "--", "python", "grpo.py", "--beta", "0.07", "--seed", "5"]) == 0
+    line = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    found = dict(word.removeprefix("--").split("=", 1) for word in line if "=" in word)
+    assert found["job-name"] == "grpo__beta=0.07__seed=5", found
+    assert int(found["cpus-per-task"]) >= 2 and found["kill-on-invalid-dep"] == "yes" and found["exclude"] == "n3"
+    assert line[-3:-1] == ["--reservation", "r"]
 
 
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "--", "true"], ["--", "true", "--"]])
@@ -691,7 +754,7 @@ def test_arguments_that_a_script_does_not_take_never_reach_a_queue(words, says, 
 @pytest.mark.parametrize(
     "words",
     [
-        ["python", "grpo.py", "--beta", "0.03", "--as", "verl"],
+        ["python", "grpo.py", "--beta", "0.03", "--preset", "verl"],
         ["python", "grpo.py", "--help"],
         ["python", "scripts/evaluate.py", "--run", "x"],
         ["python", "/not/here.py", "--anything", "1"],
@@ -737,6 +800,28 @@ def test_the_folder_to_run_in(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "there" / "n").exists() and only(tmp_path / "r", "exit.0").exists()
     assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
+
+
+def test_the_copies_of_what_is_over_are_deleted(tmp_path):
+    """Of finished and of failed jobs, and not of one that runs; results, marks and records stay."""
+    run_local(tmp_path, "--", *count("a", 0, 1))
+    run_local(tmp_path, "--", *count("b", 3, 9))
+    (tmp_path / "ready.py").write_text("import pathlib, time\npathlib.Path('ready').touch()\ntime.sleep(60)\n")
+    running = subprocess.Popen([*SUBMIT, "--backend", "local", "--", sys.executable, "ready.py"], cwd=tmp_path)
+    jobs = tmp_path / "runs" / "jobs"
+    while not list(jobs.glob("ready-*/*/code/ready")):
+        assert running.poll() is None
+        time.sleep(0.05)
+    clean = [*SUBMIT, "--clean", "runs/jobs"]
+    said = [subprocess.run(clean, cwd=tmp_path, capture_output=True, text=True).stdout for _ in range(2)]
+    assert said == [f"deleted {n} copies of code; 1 submissions may still wait or run\n" for n in (2, 0)]
+    assert [path.parent.parent.parent.name[:5] for path in jobs.glob("*/*/code/*.py")] == ["ready"]
+    assert len(list(jobs.glob("*/*/submit.json"))) == 3 and len(list(jobs.glob("*/*/exit.0"))) == 2
+    running.terminate()
+    running.wait(timeout=60)
+    one = [*SUBMIT, "--clean", str(next(jobs.glob("ready-*")))]
+    assert subprocess.run(one, cwd=tmp_path, capture_output=True, text=True).stdout.startswith("deleted 1 copies")
+    assert not list(jobs.glob("*/*/code"))
 
 
 STUBBORN = """
@@ -827,3 +912,31 @@ def test_a_launcher_that_waits_for_node_0_ends_when_asked(sent, tmp_path):
         launcher.kill()
     said = (tmp_path / "log").read_text()
     assert "for node 0 at 127.0.0.1:29777 (Connection refused)" in said and len(said.splitlines()) < 10, said
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_said(tmp_path, request):
+    """By node 0, with what to do about it. Node 1, to which another program answers, says so and ends when asked."""
+    (tmp_path / "rank.py").write_text("print('rank started')\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        line = [sys.executable, "scripts/launch.py", "--config_file", "scripts/zero2.yaml", "--num_processes", "2"]
+        line += ["--main_process_port", port]
+        place = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--machine_rank"]
+        rank = str(tmp_path / "rank.py")
+        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        second = subprocess.Popen([*line, *place, "1", rank], **options)
+        request.addfinalizer(second.kill)
+        for more, remedy in ({}, "choose another"), ({"RUN_ID": "a-1"}, "submit it again under another --name"):
+            done = subprocess.run([*line, *place, "0", rank], env=os.environ | more, timeout=120, **options)
+            said = f"error: --main_process_port {port}: another process on {platform.node()} uses this port; {remedy}"
+            assert done.returncode == 2 and said in done.stdout and "Traceback" not in done.stdout, done.stdout
+        said = ""
+        while "has waited" not in said:
+            said = second.stdout.readline()
+            assert said, "it has ended"
+        second.stdout.close()  # a launcher whose console has gone obeys as well
+        second.terminate()
+        assert second.wait(timeout=5) == 75 and f"a process answers at 127.0.0.1:{port}" in said
+        done = subprocess.run([*line, rank], timeout=120, **options)  # on one node accelerate takes another port
+        assert done.returncode == 0 and done.stdout.count("rank started") == 2, done.stdout

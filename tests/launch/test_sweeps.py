@@ -309,10 +309,10 @@ def test_the_lines_of_a_sweep_are_its_runs(tmp_path):
     words = ["--seeds", "2", "--output_dir", tmp_path]
     few = {"ESTIMATORS": "k3"}
     _, commands, _ = sweep("kl.sh", *words, **few)
-    said, lines = many_lines("kl.sh", *words, "--stop", "it's", "$x y", "a\tb", **SMALL | few)
+    said, lines = many_lines("kl.sh", *words, "--stop_strings", "it's", "$x y", "a\tb", **SMALL | few)
     runs = [flags.parse(grpo.Args, None, line) for line in lines]
-    assert said == [] and {run.stop for run in runs} == {("it's", "$x y", "a\tb")}
-    runs = [dataclasses.replace(run, stop=()) for run in runs]
+    assert said == [] and {run.stop_strings for run in runs} == {("it's", "$x y", "a\tb")}
+    runs = [dataclasses.replace(run, stop_strings=()) for run in runs]
     assert runs == [flags.parse(grpo.Args, None, command[2:]) for command in commands] and len(runs) == 3
 
 

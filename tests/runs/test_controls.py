@@ -1,4 +1,4 @@
-"""--control in whole runs: nothing of the reward is learned from. Leaks are put in, and each is seen.
+"""--reward_control in whole runs: nothing of the reward is learned from. Leaks are put in, and each is seen.
 
 A run with a control ends with the very weights of a run without one, whose verifier or truths are what the control
 stands for. Both choose among samples by reward (--generation_size, --dynamic_sampling_rounds), as an advantage does.
@@ -42,7 +42,7 @@ def written(file, rows):
 
 
 def with_other_truths(source, args, preflight):
-    """The problems as a file in which each has the truth that --control shuffled judges it by."""
+    """The problems as a file in which each has the truth that --reward_control shuffled judges it by."""
     problems, *_ = preflight(args)
     others = rewards.other_problems(problems, args.seed)
     truths = {problem.row["question"]: others[id(problem)].truth for problem in problems}
@@ -62,7 +62,7 @@ def weights_after(args, script: str) -> str:
 
 def with_control(control: str, tiny, source, out, script: str) -> str:
     return weights_after(
-        tiny_args(tiny, out / "control", script, dataset=str(source), control=control, **FLAGS), script
+        tiny_args(tiny, out / "control", script, dataset=str(source), reward_control=control, **FLAGS), script
     )
 
 
@@ -127,7 +127,7 @@ def test_a_leak_is_seen(control, file, text, other, tiny, source, tmp_path, monk
 
 
 def dealt(tiny, source, out, script: str, monkeypatch) -> tuple[list[list[float]], list[list[float]]]:
-    """(rewards that the advantages are made from, scores of the samples) of each step with --control random."""
+    """(rewards that the advantages are made from, scores of the samples) of each step with --reward_control random."""
     module = importlib.import_module(script)
     plain = module.group_advantages
     learned, scores = [], []
@@ -145,7 +145,7 @@ def dealt(tiny, source, out, script: str, monkeypatch) -> tuple[list[list[float]
     monkeypatch.setattr(module, "group_advantages", advantages)
     monkeypatch.setattr(rewards, "deal_out", dealing)
     flags = FLAGS | {"generation_size": None, "dynamic_sampling_rounds": 0, "total_steps": 4}
-    run_here(tiny_args(tiny, out, script, dataset=str(source), control="random", **flags), script)
+    run_here(tiny_args(tiny, out, script, dataset=str(source), reward_control="random", **flags), script)
     return learned, scores
 
 
@@ -179,7 +179,7 @@ def test_evaluations_do_not_see_a_control(tiny, source, tmp_path):
     found = []
     for control in ("none", "format", "inverted", "random", "shuffled"):
         flags = FLAGS | {"total_steps": 1, "eval_dataset": str(source), "eval_prompts": 4, "eval_samples": 4}
-        args = tiny_args(tiny, tmp_path, dataset=str(source), control=control, **flags)
+        args = tiny_args(tiny, tmp_path, dataset=str(source), reward_control=control, **flags)
         run_here(args)
         first = json.loads((folder_of(args) / "eval.jsonl").read_text().splitlines()[0])
         found.append({name: value for name, value in first.items() if name.startswith("eval/pass")})

@@ -14,7 +14,7 @@ from runtime.training import batching, deepspeed_zero
 
 # A run in which all of them can be seen: two optimizer steps a batch, a decay and a clip that hold, a falling rate.
 RUN = {"eval_prompts": 0, "num_mini_batches": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3}
-RUN |= {"weight_decay": 0.1, "warm_up": 1, "lr_scheduler_type": "linear"}
+RUN |= {"weight_decay": 0.1, "warmup_steps": 1, "lr_scheduler_type": "linear"}
 
 
 class Watched:
@@ -60,7 +60,7 @@ def run(tiny, out, monkeypatch, **changes) -> tuple[Watched, list[dict], dict]:
     "setting, value, column",
     [
         ("lr_scheduler_type", "constant", 0),
-        ("warm_up", 3, 0),
+        ("warmup_steps", 3, 0),
         ("weight_decay", 0.0, 1),
         ("max_grad_norm", 1e-3, 2),
     ],
@@ -95,9 +95,9 @@ def test_deepspeed_is_told_of_the_same_device_for_policy_and_critic(tiny, tmp_pa
 
 def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_path, monkeypatch):
     """4 optimizer steps, half of them warm-up: 1/3, 2/3; with 1 of its own, which the ratio does not lengthen, 1/2."""
-    changes = {"warm_up": 0.5, "lr_scheduler_type": "constant"}
+    changes = {"warmup_steps": 0.5, "lr_scheduler_type": "constant"}
     shared, _, _ = run(tiny, tmp_path / "shared", monkeypatch, **changes)
-    own, _, _ = run(tiny, tmp_path / "own", monkeypatch, critic=("warm_up=1",), **changes)
+    own, _, _ = run(tiny, tmp_path / "own", monkeypatch, critic=("warmup_steps=1",), **changes)
     rates = [rate / 1e-3 for rate, *_ in shared.steps["critic"]]
     assert rates == pytest.approx([1 / 3, 2 / 3, 1, 1])
     assert [rate / 1e-3 for rate, *_ in own.steps["critic"]] == pytest.approx([1 / 2, 1, 1, 1])
@@ -106,7 +106,7 @@ def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_pa
 @pytest.mark.parametrize("epochs, policy_epochs", [(3, 1), (1, 2)])
 def test_the_critic_has_epochs_of_its_own(tiny, tmp_path, monkeypatch, epochs, policy_epochs):
     """More than the policy, or fewer: each schedule runs over its own optimizer steps, to the same last fraction."""
-    changes = {"critic": (f"num_epochs={epochs}",), "num_epochs": policy_epochs, "entropy_coeff": 1e-3}
+    changes = {"critic": (f"num_epochs={epochs}",), "num_epochs": policy_epochs, "entropy_coef": 1e-3}
     watched, metrics, _ = run(tiny, tmp_path, monkeypatch, **changes)
     assert len(watched.steps["critic"]) == 2 * 2 * epochs  # steps x mini-batches x epochs
     assert len(watched.steps["policy"]) == 2 * 2 * policy_epochs
@@ -215,10 +215,10 @@ def test_an_extended_run_sets_the_earlier_critic_aside(tiny, tmp_path):
         ({"critic": ("num_epochs=1.5",)}, ["--critic num_epochs=1.5", "whole number"]),
         ({"critic": ("weight_decay=-0.1",)}, ["--critic weight_decay=-0.1", "0 or more"]),
         ({"critic": ("weight_decay=much",)}, ["--critic weight_decay=much", "'much' is not a number"]),
-        ({"critic": ("warm_up=1.5",)}, ["--critic warm_up=1.5", "must be integers"]),
+        ({"critic": ("warmup_steps=1.5",)}, ["--critic warmup_steps=1.5", "must be integers"]),
         ({"critic": ("lr_scheduler_type=step",)}, ["--critic lr_scheduler_type=step", "constant, linear, cosine"]),
         ({"critic": ("epochs=2",)}, ["--critic epochs=2", "a NAME of", "num_epochs"]),
-        ({"critic": ("warm_up=2",), "disable_value": True}, ["--critic", "--disable_value"]),
+        ({"critic": ("warmup_steps=2",), "disable_value": True}, ["--critic", "--disable_value"]),
         ({"critic": ("model_name_or_path=./nowhere",)}, ["--critic model_name_or_path ./nowhere", "no such folder"]),
     ],
 )

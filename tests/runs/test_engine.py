@@ -41,7 +41,7 @@ def engine(tiny):
         max_response_length=24,
         vllm_args='{"kv_cache_memory_bytes": 107374182}',
     )
-    args.stop = ("</s>",)  # no request asks for it, but with a stop string the engine has a tokenizer
+    args.stop_strings = ("</s>",)  # no request asks for it, but with a stop string the engine has a tokenizer
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     thread = threading.Thread(
         target=grpo.vllm_thread, args=(args, torch.float32, 0, 1, [EOS], inbox, outbox), daemon=True

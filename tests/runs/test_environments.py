@@ -32,7 +32,7 @@ from runtime.system import watchdog
 FILE = ROOT / "tests" / "environments.py"
 FEW = ("--verifier", "environment", "--max_response_length", "64", "--max_turns", "3", "--total_steps", "3")
 # The random model seldom earns anything; the entropy moves its weights.
-FEW += ("--entropy_coeff", "0.05", "--learning_rate", "1e-3", "--external_lib", "tests.soft_adam")
+FEW += ("--entropy_coef", "0.05", "--learning_rate", "1e-3", "--external_lib", "tests.soft_adam")
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +142,9 @@ MODES = {
     "two ranks": (2,),
     "a rank for the engine": (2, "--vllm_engines", "1"),
     "asynchronous": ("--async_steps", "2", "--inflight_updates", "recompute"),
-    "random": ("--control", "random"),
-    "inverted": ("--control", "inverted"),
-    "format": ("--control", "format"),
+    "random": ("--reward_control", "random"),
+    "inverted": ("--reward_control", "inverted"),
+    "format": ("--reward_control", "format"),
 }
 
 

@@ -186,7 +186,7 @@ COPY = (
     (
         "def vllm_thread(",
         "def vllm_thread(args, *line) -> None:\n"
-        "    print(f'the engine of {args.mark}, asleep {args.sleep}')\n"
+        "    print(f'the engine of {args.mark}, asleep {args.vllm_sleep}')\n"
         "    utils.hf_thread(args, *line)\n\n\ndef plain_thread(",
     ),
     (
@@ -223,10 +223,10 @@ def edited(tiny, tmp_path_factory):
 def test_a_run_is_evaluated_by_the_script_that_trained_it(edited, tmp_path):
     """A copy's own engine, its own way to collect and its own flags: a tool that it calls would be missing else.
 
-    With --sleep engine a run's engine sleeps until the first push, and nothing is pushed here: it stays awake.
+    With --vllm_sleep engine a run's engine sleeps until the first push, and nothing is pushed here: it stays awake.
     """
     folder, _ = edited
-    said = call(tmp_path, "--run", str(folder), "--sleep", "engine", "--output", str(tmp_path / "samples.jsonl"))
+    said = call(tmp_path, "--run", str(folder), "--vllm_sleep", "engine", "--output", str(tmp_path / "samples.jsonl"))
     assert "the engine of a mark, asleep off" in said and "warning: since the run" not in said
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert {row["response"] for row in rows} == {"a mark"}

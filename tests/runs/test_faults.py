@@ -321,7 +321,7 @@ def drop_later_pushes(monkeypatch) -> None:
 def test_stale_weights(small, capfd, monkeypatch):
     drop_later_pushes(monkeypatch)
     text = fails(small(total_steps=4, learning_rate=1e-2), capfd)
-    note("the engine keeps old weights", "pushes that are acknowledged and dropped", text, "--max_sampler_diff", ENDS)
+    note("the engine keeps old weights", "pushes that are acknowledged and dropped", text, "--max_logprob_diff", ENDS)
 
 
 @pytest.mark.parametrize("inflight", ["off", "recompute", "keep"])
@@ -367,7 +367,7 @@ def test_an_exit_in_the_middle_of_a_run_is_a_failure(small, capfd, monkeypatch):
 def test_another_temperature(small, capfd, monkeypatch):
     hf_thread_with(monkeypatch, lambda m: (*m[:3], m[3] | {"temperature": 1.2}) if m[0] == "generate" else m)
     text = fails(small(temperature=0.8), capfd)
-    note("sampler and trainer at different temperatures", "1.2 and 0.8", text, "--max_sampler_diff", ENDS)
+    note("sampler and trainer at different temperatures", "1.2 and 0.8", text, "--max_logprob_diff", ENDS)
 
 
 def test_weights_that_are_not_finite(small, capfd, monkeypatch):
@@ -390,7 +390,7 @@ def test_log_probs_that_are_not_finite(small, capfd, monkeypatch):
 def test_losses_that_are_not_finite(small, capfd, monkeypatch):
     plain = grpo.token_loss
     monkeypatch.setattr(grpo, "token_loss", lambda *a: (plain(*a)[0] * float("nan"), plain(*a)[1]))
-    args = small(total_steps=12, entropy_coeff=1e-3)
+    args = small(total_steps=12, entropy_coef=1e-3)
     text = fails(args, capfd)
     assert len(read_jsonl(folder_of(args) / "bad_batch.jsonl")) == 16
     note("the loss is NaN, again and again", "NaN in every loss", text, "ten optimizer steps in a row", ENDS)

@@ -51,7 +51,7 @@ def test_the_page_has_the_arguments_and_defaults_of_today():
     assert [row[:5] for row in rows] == [flag_effects.fixed_cells(flag) for flag in flag_effects.every_flag()]
     for row in rows:
         flag = row[0].strip("`-")
-        for name in flag_effect_rows.EVIDENCE["as_" if flag == "as" else flag].changes:
+        for name in flag_effect_rows.EVIDENCE[flag].changes:
             assert f"{name}: " in row[5], f"{row[0]}: nothing is shown of {name}"
 
 

@@ -31,7 +31,7 @@ VALUES = {
     "loss_norm": ["sequence", "constant"],
     "clip_higher": [0.28],
     "clip_ratio_c": [3.0],
-    "entropy_coeff": [0.01],
+    "entropy_coef": [0.01],
     "early_stop_imp_ratio": [0.5, 1.5],
     "truncated_importance_sampling_ratio_cap": [2.0],
     "importance_sampling_mask": [(0.5, 5.0)],
@@ -46,10 +46,10 @@ VALUES = {
     "ref_policy_update": [(1, 1.0), (1, 0.5)],
     "kl_target": [(0.01,)],
     "offload": [("ref",), ("optimizer",)],
-    "sleep": ["all"],
+    "vllm_sleep": ["all"],
     "max_grad_norm": [0.0],
     "lr_scheduler_type": ["constant", "cosine"],
-    "warm_up": [1, 0.5],
+    "warmup_steps": [1, 0.5],
     "zero_stage": [1, 3],
     "gradient_checkpointing": [True],
     "batch_layout": ["padded", "packed"],
@@ -59,7 +59,7 @@ VALUES = {
     "dynamic_sampling_rounds": [2],
     "dataset_filter": [(0.5, 0.5)],
     "check_verifier_status": [True],
-    "control": ["random", "shuffled", "inverted"],
+    "reward_control": ["random", "shuffled", "inverted"],
     "reward_scaling": [-2.0],
     "reward_bias": [0.5],
     "max_reward_clip": [0.25],
@@ -73,7 +73,7 @@ VALUES = {
     "ignore_eos": [True],
     "log_samples": [0],
 }
-OF_GRPO = {"advantage_normalization_type": ["centered", "leave_one_out"], "kl_reward_norm": ["inside"]}
+OF_GRPO = {"advantage_normalization_type": ["centered", "leave_one_out"], "kl_reward_norm": ["before_norm"]}
 OF_PPO = {
     "disable_value": [True],
     "gamma": [0.9],
@@ -81,7 +81,7 @@ OF_PPO = {
     "bootstrap_truncated": [True],
     "adv_norm": ["group", "none"],
     "value_clip": [None],
-    "critic": [("num_epochs=2", "warm_up=1"), ("lr_scheduler_type=cosine", "weight_decay=0.1")],
+    "critic": [("num_epochs=2", "warmup_steps=1"), ("lr_scheduler_type=cosine", "weight_decay=0.1")],
     "critic_warmup": [1],
     "value_norm": ["running", "exp"],
     "dense_reward": ["sum", "difference"],

@@ -338,8 +338,8 @@ def test_a_borrowed_device_keeps_nothing(place):
 
 
 SLEEPS = {
-    "cpu": ("--sleep", "all"),
-    "cuda": ("--sleep", "all"),
+    "cpu": ("--vllm_sleep", "all"),
+    "cuda": ("--vllm_sleep", "all"),
 }
 
 

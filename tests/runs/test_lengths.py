@@ -54,8 +54,8 @@ def test_episodes_are_rounded_down_with_a_message(tiny, tmp_path, capsys):
 def test_a_warm_up_by_ratio_is_the_warm_up_of_as_many_steps(kind):
     """A quarter of 20 optimizer steps is 5; of 10 it is 2 (2.5, to the even number)."""
     for total, steps in ((20, 5), (10, 2)):
-        by_ratio = Args(lr_scheduler_type=kind, warm_up=0.25)
-        by_steps = Args(lr_scheduler_type=kind, warm_up=steps)
+        by_ratio = Args(lr_scheduler_type=kind, warmup_steps=0.25)
+        by_steps = Args(lr_scheduler_type=kind, warmup_steps=steps)
         none = Args(lr_scheduler_type=kind)
         rates = [utils.learning_rate(i, total, by_ratio) for i in range(total)]
         assert rates == [utils.learning_rate(i, total, by_steps) for i in range(total)]
@@ -64,15 +64,15 @@ def test_a_warm_up_by_ratio_is_the_warm_up_of_as_many_steps(kind):
 
 def test_the_warm_up_of_a_run_is_a_fraction_of_its_optimizer_steps(tiny, tmp_path):
     """2 steps of 2 optimizer steps: half of them warm up, by 1/3 and 2/3; the third has the peak."""
-    changes = {"num_mini_batches": 2, "warm_up": 0.5, "lr_scheduler_type": "constant", "eval_prompts": 0}
-    first, last = run_here(tiny_args(tiny, tmp_path, entropy_coeff=1e-3, **changes))
+    changes = {"num_mini_batches": 2, "warmup_steps": 0.5, "lr_scheduler_type": "constant", "eval_prompts": 0}
+    first, last = run_here(tiny_args(tiny, tmp_path, entropy_coef=1e-3, **changes))
     assert first["optim/lr"] == pytest.approx(3e-5 * 2 / 3, rel=1e-9)
     assert last["optim/lr"] == pytest.approx(3e-5, rel=1e-9)
 
 
 def test_mini_batches_need_not_divide_the_prompts(tiny, tmp_path):
     """Three optimizer steps on four groups: one or two groups each, and every group in one of them."""
-    (m,) = run_here(tiny_args(tiny, tmp_path, num_mini_batches=3, total_steps=1, entropy_coeff=1e-3, eval_prompts=0))
+    (m,) = run_here(tiny_args(tiny, tmp_path, num_mini_batches=3, total_steps=1, entropy_coef=1e-3, eval_prompts=0))
     assert m["optim/steps"] == 3 and m["optim/skipped"] == 0
     for items in range(1, 20):
         for parts in range(1, items + 1):

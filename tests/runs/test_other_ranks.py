@@ -251,8 +251,8 @@ def test_other_ranks_in_the_middle(watched, tmp_path, script, stage, ranks, othe
 @pytest.mark.parametrize(
     "more",
     [
-        ["--zero_stage", "1", "--dtype", "bfloat16", "--max_sampler_diff", "0"],
-        ["--zero_stage", "3", "--dtype", "bfloat16", "--max_sampler_diff", "0", "--offload", "param"],
+        ["--zero_stage", "1", "--dtype", "bfloat16", "--max_logprob_diff", "0"],
+        ["--zero_stage", "3", "--dtype", "bfloat16", "--max_logprob_diff", "0", "--offload", "param"],
         ["--zero_stage", "2", "--offload", "optimizer"],
         ["--zero_stage", "3", "--learning_rate", "0.1", "--exp_name", SGD],
     ],

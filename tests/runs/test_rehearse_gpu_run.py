@@ -81,7 +81,7 @@ def test_engines_with_gpus_of_their_own():
     ("kind", "changes", "says"),
     [
         ("h100", {}, None),
-        ("a10", {}, "it fits with --gradient_checkpointing --sleep engine"),
+        ("a10", {}, "it fits with --gradient_checkpointing --vllm_sleep engine"),
         (
             "a10",
             {"micro_batch_tokens": 16384, "vllm_args": '{"gpu_memory_utilization": 0.4}'},
@@ -142,7 +142,7 @@ def test_a_run_here_keeps_lengths_and_vocabulary(tiny, tmp_path):
         max_response_length=64,
         attn_implementation="flash_attention_2",
         vllm_args='{"kv_cache_memory_bytes": 40000000000}',
-        critic=("model_name_or_path=elsewhere", "warm_up=3"),
+        critic=("model_name_or_path=elsewhere", "warmup_steps=3"),
         total_epochs=2,
         critic_warmup=5,
     )
@@ -151,7 +151,7 @@ def test_a_run_here_keeps_lengths_and_vocabulary(tiny, tmp_path):
     run = dataclasses.replace(args, **changes)
     assert (run.num_unique_prompts_rollout, run.num_mini_batches, run.max_response_length) == (4, 4, 64)
     assert (run.attn_implementation, run.vllm_args) == ("auto", None)
-    assert (run.critic, run.critic_warmup) == (("warm_up=3",), 0)
+    assert (run.critic, run.critic_warmup) == (("warmup_steps=3",), 0)
     rehearse_gpu_run.write_model(config, args, tmp_path / "model")
     written = memory.read_model(ModelName(str(tmp_path / "model"), None))
     assert written == memory.read_model(ModelName(str(tiny), None))

@@ -75,7 +75,7 @@ def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
     assert (second["loss/kl"] != 0) == (placement in ("loss", "both"))
 
 
-@pytest.mark.parametrize("norm, estimator", [("outside", "k1"), ("outside", "k3"), ("inside", "k1")])
+@pytest.mark.parametrize("norm, estimator", [("after_norm", "k1"), ("after_norm", "k3"), ("before_norm", "k1")])
 def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatch, norm, estimator):
     """The loss gets the task's advantage minus, for each token, beta times the KL that follows it."""
     seen, token_loss = [], grpo.token_loss
@@ -109,7 +109,7 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     ends = []
     for order in itertools.permutations(range(4)):  # rows come longest prompt first
         r = rewards[list(order)]
-        if norm == "outside":
+        if norm == "after_norm":
             expected = grpo.group_advantages(r, "standard").view(16, 1) - 0.5 * kl.flip(1).cumsum(1).flip(1)
         else:
             expected = grpo.group_advantages(r - 0.5 * kl.sum(1).view(4, 4), "standard").view(16, 1)
@@ -138,7 +138,7 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
         kl_placement="reward",
         kl_estimator="k1",
         truncated_importance_sampling_ratio_cap=2.0,
-        max_sampler_diff=0.0,
+        max_logprob_diff=0.0,
         learning_rate=1e-2,
         batch_layout="padded",
         micro_batch_tokens=4096,
@@ -208,7 +208,7 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
         kl_reward_coef=0.5,
         kl_reward_estimator="k1",
         kl_target=(0.05, 100.0),
-        entropy_coeff=0.01,  # moves the policy when the few responses that end have no advantage
+        entropy_coef=0.01,  # moves the policy when the few responses that end have no advantage
         num_mini_batches=2,
         total_steps=3,
         learning_rate=1e-2,
@@ -260,7 +260,7 @@ def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, scrip
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_measuring_the_kl_changes_no_weight(tiny, tmp_path, script):
     """Also where mini-batches have no gradient: AdamW's momentum moves the weights in all of these runs, or in none."""
-    common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 4, "total_steps": 4, "max_sampler_diff": 0}
+    common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 4, "total_steps": 4, "max_logprob_diff": 0}
     common |= {"verifier": f"{VERIFIERS}:seldom"}
     runs = {"plain": {}, "measured": {"load_ref_policy": True}, "nearly": {"beta": 1e-9}}
     weights, steps = {}, {}
@@ -282,7 +282,7 @@ def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):
     """The engine keeps its first weights, so ratios leave a narrow mask; a token outside of it moves nothing."""
     plain_push, pushes = grpo.Engine.push, itertools.count()
     monkeypatch.setattr(grpo.Engine, "push", lambda *a: plain_push(*a) if next(pushes) == 0 else None)
-    common = {"learning_rate": 1e-2, "max_sampler_diff": 0.0, "eval_prompts": 0}
+    common = {"learning_rate": 1e-2, "max_logprob_diff": 0.0, "eval_prompts": 0}
     args = tiny_args(tiny, tmp_path, importance_sampling_mask=(0.9, 1.1), **common)
     first, second = run_here(args)
     assert first["sampler/masked_frac"] == 0 and 0.1 < second["sampler/masked_frac"] < 1
@@ -306,7 +306,7 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
         beta=0.5,
         kl_placement="reward",
         kl_estimator="k1",
-        kl_reward_norm="inside",
+        kl_reward_norm="before_norm",
         learning_rate=1e-2,
         mask_truncated_completions=True,
         max_response_length=24,
@@ -383,8 +383,8 @@ def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
     """Counted exactly, whatever the micro-batches; the last rate of a step is the formula's."""
     args = tiny_args(
         *(tiny, tmp_path),
-        **{"lr_scheduler_type": "linear", "warm_up": 3, "micro_batch_tokens": 200, "total_steps": 3, **shape},
-        entropy_coeff=1e-3,  # a mini-batch without any gradient would make no step
+        **{"lr_scheduler_type": "linear", "warmup_steps": 3, "micro_batch_tokens": 200, "total_steps": 3, **shape},
+        entropy_coef=1e-3,  # a mini-batch without any gradient would make no step
         eval_prompts=0,
     )
     updates = args.num_mini_batches * args.num_epochs
@@ -402,7 +402,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         ref_policy_update=(1, 0.5),
         num_epochs=2,
         num_mini_batches=2,
-        entropy_coeff=0.01,
+        entropy_coef=0.01,
         clip_ratio_c=3.0,
         truncated_importance_sampling_ratio_cap=2.0,
         mask_truncated_completions=True,
@@ -415,7 +415,7 @@ def test_many_switches_at_once(tiny, tmp_path):
         eval_every=1,
         save_every=2,
         kl_placement="both",
-        kl_reward_norm="inside",
+        kl_reward_norm="before_norm",
         offload=("ref",),
         temperature=0.9,
         attn_implementation="sdpa",
@@ -624,7 +624,7 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypa
         return loss * float("nan"), parts
 
     monkeypatch.setattr(grpo, "token_loss", poisoned)
-    args = tiny_args(tiny, tmp_path, total_steps=12, eval_prompts=0, entropy_coeff=1e-3)
+    args = tiny_args(tiny, tmp_path, total_steps=12, eval_prompts=0, entropy_coef=1e-3)
     with pytest.raises(RuntimeError, match="ten optimizer steps in a row"):
         run_here(args)
     folder = folder_of(args)
@@ -637,10 +637,10 @@ def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, monkeypatch, 
     """Before a step is applied; with the check off the same run goes through."""
     whole = deepspeed_zero.current_weights
     monkeypatch.setattr(deepspeed_zero, "current_weights", lambda *a: [(name, 1.1 * w) for name, w in whole(*a)])
-    args = tiny_args(tiny, tmp_path, eval_prompts=0, entropy_coeff=1e-3, max_sampler_diff=limit)
+    args = tiny_args(tiny, tmp_path, eval_prompts=0, entropy_coef=1e-3, max_logprob_diff=limit)
     if not ends:
         assert len(run_here(args)) == 2
         return
-    with pytest.raises(RuntimeError, match="--max_sampler_diff"):
+    with pytest.raises(RuntimeError, match="--max_logprob_diff"):
         run_here(args)
     assert not (folder_of(args) / "metrics.jsonl").exists(), "a step was applied"

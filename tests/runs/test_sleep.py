@@ -1,4 +1,4 @@
-"""--sleep all: what leaves the device while the engine samples, and that nothing else changes.
+"""--vllm_sleep all: what leaves the device while the engine samples, and that nothing else changes.
 
 On a CPU "leaving" is a copy into other buffers, by the same code of DeepSpeed: what it forgot would stay behind.
 """
@@ -97,7 +97,7 @@ def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, 
     run_here(args, script)
     awake = record(folder_of(args, script))
     monkeypatch.setattr(deepspeed_zero, "backward", spy)
-    args = tiny_args(tiny, tmp_path / "asleep", script, sleep="all", **RUN, **changes)
+    args = tiny_args(tiny, tmp_path / "asleep", script, vllm_sleep="all", **RUN, **changes)
     run_here(args, script)
     assert record(folder_of(args, script)) == awake
     assert states and not any(states)
@@ -120,7 +120,7 @@ def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch
         deepspeed_zero, "current_weights", lambda policy, *rest: (policies.append(policy), current(policy, *rest))[1]
     )
     monkeypatch.setattr(grpo.Engine, "ask", spy)
-    run_here(tiny_args(tiny, tmp_path, sleep="all", eval_prompts=4))
+    run_here(tiny_args(tiny, tmp_path, vllm_sleep="all", eval_prompts=4))
     assert len(seen) == 4  # an evaluation, two steps, an evaluation
     assert all(states >= {"hp_params", "lp_params", "optim_states"} for states in seen)
     seen.clear()
@@ -133,11 +133,11 @@ def test_a_checkpoint_of_a_sleeping_trainer_resumes(tiny, tmp_path, monkeypatch)
     """Saved asleep, loaded awake; the flag may change in between."""
     whole = tiny_args(tiny, tmp_path / "whole", "ppo", **RUN)
     run_here(whole, "ppo")
-    args = tiny_args(tiny, tmp_path / "parts", "ppo", sleep="all", **RUN)
+    args = tiny_args(tiny, tmp_path / "parts", "ppo", vllm_sleep="all", **RUN)
     interrupted(args, monkeypatch, after=1, script="ppo")
     run_here(args, "ppo")
     assert record(folder_of(args, "ppo")) == record(folder_of(whole, "ppo"))
-    args = tiny_args(tiny, tmp_path / "other", "ppo", sleep="all", **RUN)
+    args = tiny_args(tiny, tmp_path / "other", "ppo", vllm_sleep="all", **RUN)
     interrupted(args, monkeypatch, after=2, script="ppo")
     run_here(tiny_args(tiny, tmp_path / "other", "ppo", **RUN), "ppo")
     assert record(folder_of(args, "ppo")) == record(folder_of(whole, "ppo"))
@@ -161,7 +161,7 @@ def test_on_a_gpu_the_trainer_leaves_it(tmp_path):
     """Bytes that torch has allocated on the GPU fall to a twentieth, and the same numbers come back."""
     import grpo
 
-    args = grpo.Args(dtype="bfloat16", sleep="all")
+    args = grpo.Args(dtype="bfloat16", vllm_sleep="all")
     accelerator = deepspeed_zero.make_accelerator(args, torch.bfloat16, torch.device("cuda", 0))
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(32)]).bfloat16().cuda()
     policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))

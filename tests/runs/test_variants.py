@@ -239,7 +239,10 @@ def test_maxrl_learns_from_no_reward_below_0(modules):
         ({"overlong_buffer": 4}, "give rewards down to -1: MaxRL divides by their mean"),
         ({"reward_bias": 0.5, "reward_scaling": 2.0}, "give rewards down to -1: MaxRL divides by their mean"),
         ({"reward_scaling": -1.0}, "give rewards down to -1: MaxRL divides by their mean"),
-        ({"beta": 0.1, "kl_placement": "reward", "kl_reward_norm": "inside"}, "--kl_reward_norm inside gives rewards"),
+        (
+            {"beta": 0.1, "kl_placement": "reward", "kl_reward_norm": "before_norm"},
+            "--kl_reward_norm before_norm gives rewards",
+        ),
     ],
 )
 def test_maxrl_refuses_flags_that_make_rewards_negative(modules, tiny, tmp_path, capsys, change, words):
@@ -260,9 +263,9 @@ def test_distill_refuses_a_kl_in_rewards_that_it_does_not_learn_from(modules, ti
     args = tiny_args(tiny, tmp_path, "variant_distill", **changes)
     modules["distill"].check_args(args)
     with pytest.raises(SystemExit) as ended:
-        modules["distill"].check_args(dataclasses.replace(args, kl_reward_norm="inside"))
+        modules["distill"].check_args(dataclasses.replace(args, kl_reward_norm="before_norm"))
     assert ended.value.code == 2
-    assert "--kl_reward_norm inside adds the KL to a reward that is not trained on" in capsys.readouterr().err
+    assert "--kl_reward_norm before_norm adds the KL to a reward that is not trained on" in capsys.readouterr().err
 
 
 def test_distill_learns_from_a_policy_that_does_not_end_its_answers(modules, tiny, tmp_path):
@@ -386,7 +389,7 @@ def test_sdpo_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
         ({"beta": 0.0}, sampled),
         ({"kl_placement": "reward"}, sampled),
         ({"kl_estimator": "full"}, sampled),
-        ({"control": "random"}, "--control random: the loss uses no reward"),
+        ({"reward_control": "random"}, "--reward_control random: the loss uses no reward"),
     ):
         with pytest.raises(SystemExit) as ended:
             modules["sdpo"].check_args(dataclasses.replace(args, **change))
@@ -486,12 +489,12 @@ def test_opsd_compares_the_same_tokens_after_two_prompts(modules, tiny, tmp_path
 def test_opsd_refuses_what_is_not_its_loss(modules, tiny, tmp_path, capsys):
     args = tiny_args(tiny, tmp_path, "variant_opsd")
     modules["opsd"].check_args(args)
-    changes = [{"beta": 0.0}, {"kl_placement": "reward"}, {"kl_estimator": "k3"}, {"control": "random"}]
+    changes = [{"beta": 0.0}, {"kl_placement": "reward"}, {"kl_estimator": "k3"}, {"reward_control": "random"}]
     for change in changes:
         with pytest.raises(SystemExit) as ended:
             modules["opsd"].check_args(dataclasses.replace(args, **change))
         assert ended.value.code == 2
-        assert "--divergence is the loss, with no reward" in capsys.readouterr().err
+        assert "--divergence is the loss, no reward" in capsys.readouterr().err
 
 
 def test_opsd_asks_with_any_column(modules, tiny, capsys):

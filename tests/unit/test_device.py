@@ -17,6 +17,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.utils import timer
+from deepspeed.utils.config import get_timers_config
 from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_args
 
 import grpo
@@ -203,6 +205,19 @@ def test_what_deepspeed_is_told():
     for cuda in (False, True):
         zero = config(cuda=cuda, zero_stage=3, offload=("optimizer", "param"))["zero_optimization"]
         assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": cuda}
+
+
+def test_no_pass_of_deepspeed_waits_for_the_gpu_to_be_timed(monkeypatch):
+    """By its own timer of throughput, which by default waits for the device in each forward pass from step 3 on."""
+    waits = []
+    monkeypatch.setattr(timer, "get_accelerator", lambda: SimpleNamespace(synchronize=lambda: waits.append(1)))
+    for settings in ({}, deepspeed_zero.deepspeed_config(grpo.Args(), torch.bfloat16, cuda=True)):
+        clock = timer.ThroughputTimer(get_timers_config(settings), 1)
+        waits.clear()
+        for _ in range(4):
+            clock.start()
+            clock.stop(global_step=True)
+        assert len(waits) == (0 if settings else 4)
 
 
 def test_one_overflow_halves_the_loss_scale(monkeypatch):

@@ -26,7 +26,7 @@ def folder(tiny, tmp_path_factory):
     out = tmp_path_factory.mktemp("documented")
     options = {
         "beta": 0.1,
-        "entropy_coeff": 0.01,  # moves the policy whatever the rewards are
+        "entropy_coef": 0.01,  # moves the policy whatever the rewards are
         "kl_placement": "both",
         "eval_every": 1,
         "save_every": 1,

@@ -563,7 +563,9 @@ def test_table_agrees_with_what_the_settings_say(setting, condition):
     place, name, gradient = setting
     label = kl.table_row(grpo, *setting, condition)[2]
     steps, more, samples = SAID[condition]
-    line, warnings = kl.kl_setting_message(place, name, gradient.replace("-", "naive"), 0.05, steps, "outside", **more)
+    line, warnings = kl.kl_setting_message(
+        place, name, gradient.replace("-", "naive"), 0.05, steps, "after_norm", **more
+    )
     assert "\n" not in line + "".join(warnings) and "0.05" in line and f"{name} in the {place}" in line
     assert label in line
     assert ("on asynchronous ones as well where old / sampler <= 2" in line) == (
@@ -588,7 +590,7 @@ def test_weighted_rows_of_the_table_are_the_fresh_ones():
 
 def test_the_message_explains_both_places():
     def message(placement="both", estimator="k3", beta=0.1, **more):
-        return kl.kl_setting_message(placement, estimator, "unbiased", beta, 1, "outside", **more)
+        return kl.kl_setting_message(placement, estimator, "unbiased", beta, 1, "after_norm", **more)
 
     line, warnings = message(reward_coef=0.02, reward_estimator="kl", adaptive=True)
     assert "0.1 x k3 in the loss, unbiased" in line and "0.02 (adaptive) x k1 in the reward" in line and not warnings
@@ -622,7 +624,7 @@ def test_the_kl_of_a_rollout_by_hand():
 
 def test_the_message_names_the_bounds_of_the_weight():
     def line(**more):
-        return kl.kl_setting_message("loss", "k3", "unbiased", 0.1, 4, "outside", **more)[0]
+        return kl.kl_setting_message("loss", "k3", "unbiased", 0.1, 4, "after_norm", **more)[0]
 
     assert line() == line(cap=2.0) == line(mask=(0.5, 5.0)), "fresh samples: nothing to say"
     assert "old / sampler <= 3" in line(stale=True, cap=3.0)
@@ -702,7 +704,7 @@ def test_table_prints_the_golden_numbers(capsys):
 
 
 def test_setting_message():
-    def message(placement="loss", estimator="k3", gradient="unbiased", beta=0.1, steps=1, norm="outside"):
+    def message(placement="loss", estimator="k3", gradient="unbiased", beta=0.1, steps=1, norm="after_norm"):
         return kl.kl_setting_message(placement, estimator, gradient, beta, steps, norm)
 
     assert message(steps=8)[1] == [] and message(estimator="full", gradient="naive", steps=8)[1] == []
@@ -718,10 +720,10 @@ def test_setting_message():
     assert "k1 in the loss" in both[0] and "k1 in the reward" in both[0] and both[1] == []
     assert any("ratio is 1" in w for w in message(placement="reward", estimator="k4")[1])
     for estimator in ("k1", "k3"):
-        inside = message(placement="reward", estimator=estimator, norm="inside")[1]
+        inside = message(placement="reward", estimator=estimator, norm="before_norm")[1]
         outside = message(placement="reward", estimator=estimator)[1]
         assert len(inside) == len(outside) + 1 and "std" in inside[-1]
-    assert message(norm="inside")[1] == []  # nothing in the reward
+    assert message(norm="before_norm")[1] == []  # nothing in the reward
     for wrong in ({"placement": "lose"}, {"gradient": "exact"}, {"norm": "group"}, {"beta": -0.1}, {"beta": math.nan}):
         with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
             message(**wrong)

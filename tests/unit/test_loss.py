@@ -142,8 +142,8 @@ def test_a_piece_of_a_loss_may_have_any_name(name, monkeypatch):
 
     def metrics(**own):
         fresh_N = torch.tensor([True, False, True, True, True, True])
-        stats = utils.UpdateStats(Args(max_sampler_diff=0.0), run, 1, True, fresh_N, torch.zeros(6, dtype=torch.long))
-        loss_T, pieces = grpo.token_loss(tokens, 0.1, Args(max_sampler_diff=0.0))
+        stats = utils.UpdateStats(Args(max_logprob_diff=0.0), run, 1, True, fresh_N, torch.zeros(6, dtype=torch.long))
+        loss_T, pieces = grpo.token_loss(tokens, 0.1, Args(max_logprob_diff=0.0))
         stats.add(mb, tokens, loss_T, pieces | own)
         stats.drop(None)
         stats.stepped(applied, SimpleNamespace(policy=0), 2)
@@ -165,7 +165,7 @@ def test_each_optimizer_step_is_counted_once(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
     tokens = grpo.Tokens(**{field.name: torch.rand(6) for field in dataclasses.fields(grpo.Tokens)})
-    args = Args(max_sampler_diff=0.0)
+    args = Args(max_logprob_diff=0.0)
     stats = utils.UpdateStats(args, run, 1, True, torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.long))
     skips = SimpleNamespace(policy=0)
     seen = []
@@ -185,7 +185,7 @@ def test_tokens_without_weight_are_in_no_metric(monkeypatch):
     run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
     tokens = grpo.Tokens(**{field.name: torch.rand(6) for field in dataclasses.fields(grpo.Tokens)})
     tokens.weights_T[4:] = 0.0
-    args = Args(max_sampler_diff=0.0)
+    args = Args(max_logprob_diff=0.0)
     stats = utils.UpdateStats(args, run, 1, True, torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.long))
     stats.add(SimpleNamespace(tokens=torch.arange(6)), tokens, *grpo.token_loss(tokens, 0.1, args))
     stats.drop(None)
@@ -211,7 +211,7 @@ def test_one_stale_engine_of_many_is_noticed():
 def test_in_fp32_a_thousandth_of_the_difference_is_too_much(difference, dtype, fails):
     stats = utils.TokenStats(torch.device("cpu"), engines=1)
     stats.add_sampler_diff(torch.ones(4, dtype=torch.bool), torch.full((4,), difference), torch.zeros(4).long())
-    says = pytest.raises(RuntimeError, match=r"--max_sampler_diff: 0\.0001") if fails else contextlib.nullcontext()
+    says = pytest.raises(RuntimeError, match=r"--max_logprob_diff: 0\.0001") if fails else contextlib.nullcontext()
     with says:
         utils.check_sampler(stats, 0.1, getattr(torch, dtype))
 
@@ -509,12 +509,12 @@ def test_the_samplers_log_probs_in_the_reward_would_pull_toward_the_sampler():
 def test_importance_weights_are_on_the_policy_and_the_sampled_kl_and_not_on_sums_over_the_vocabulary(module, flags):
     """Weights that wipe out what they are on leave the entropy and the full KL, and give no gradient of their own."""
     x = inputs()
-    weighted = module.Args(kl_estimator="k1", kl_gradient="naive", entropy_coeff=0.1, **flags)
+    weighted = module.Args(kl_estimator="k1", kl_gradient="naive", entropy_coef=0.1, **flags)
     loss, pieces = token_loss(module, 0.5, weighted, **x)
     torch.testing.assert_close(loss, -0.1 * x["entropy_T"])
     assert torch.autograd.grad(loss.sum(), x["logprobs_T"])[0].abs().max() < 1e-20
     assert pieces["weight"].max() < 1e-20 and not pieces["weight"].requires_grad
-    full = module.Args(kl_estimator="full", entropy_coeff=0.1, **flags)
+    full = module.Args(kl_estimator="full", entropy_coef=0.1, **flags)
     loss, _ = token_loss(module, 0.5, full, **x)
     torch.testing.assert_close(loss, 0.5 * x["full_kl_T"] - 0.1 * x["entropy_T"])
 
@@ -556,14 +556,14 @@ def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warm_up, minimum", [(0, 0.0), (5, 0.1)])
-def test_learning_rate_is_the_formula(kind, warm_up, minimum):
-    args = Args(learning_rate=2.0, lr_scheduler_type=kind, warm_up=warm_up, lr_min_ratio=minimum)
+@pytest.mark.parametrize("warmup_steps, minimum", [(0, 0.0), (5, 0.1)])
+def test_learning_rate_is_the_formula(kind, warmup_steps, minimum):
+    args = Args(learning_rate=2.0, lr_scheduler_type=kind, warmup_steps=warmup_steps, lr_min_ratio=minimum)
     for step in range(20):
-        if step < warm_up:
-            expected = 2.0 * (step + 1) / (warm_up + 1)
+        if step < warmup_steps:
+            expected = 2.0 * (step + 1) / (warmup_steps + 1)
         else:
-            p = (step - warm_up) / (20 - warm_up)
+            p = (step - warmup_steps) / (20 - warmup_steps)
             shape = {"constant": 1, "linear": 1 - p, "cosine": (1 + math.cos(math.pi * p)) / 2}[kind]
             expected = 2.0 * (minimum + (1 - minimum) * shape)
         assert utils.learning_rate(step, 20, args) == pytest.approx(expected, rel=1e-12)

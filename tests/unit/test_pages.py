@@ -45,7 +45,7 @@ def test_pages_are_short():
 def test_the_small_files_are_as_short_as_the_first_page_says():
     """And no denser than the scripts: a line is not short because two stand in it."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    said = re.search(r"dr_grpo_min\.py\), GRPO on one device in (\d+) lines.*?ppo_min\.py\), in (\d+)\.", text)
+    said = re.search(r"dr_grpo_min\.py\), Dr\. GRPO on one device in (\d+) lines.*?ppo_min\.py\), in (\d+)\.", text)
     for name, count in zip(("dr_grpo_min.py", "ppo_min.py"), said.groups(), strict=True):
         found = shape.shape(ROOT / "variants" / name)
         assert found["lines"] == int(count) <= 300
@@ -180,7 +180,7 @@ def test_flags_that_are_named_exist(page):
         *(ROOT / "variants").glob("*"),
     ]
     sources = "\n".join(path.read_text() for path in programs)
-    known = {field for script in (grpo, ppo) for field in script.Args.__dataclass_fields__} | {"help", "as"}
+    known = {field for script in (grpo, ppo) for field in script.Args.__dataclass_fields__} | {"help", "preset"}
     known |= set(re.findall(r"--(\w+)", sources)) | set(re.findall(r"^\+?    (\w+): ", sources, re.MULTILINE))
     named = set(re.findall(r"`--(?:no-)?([a-z_]+)(?![\w.])", page.read_text()))
     assert named - known == set()

@@ -181,7 +181,7 @@ def values_of(kind: object) -> st.SearchStrategy:
 @st.composite
 def changed_flags(draw) -> dict[str, object]:
     """A few fields of Args with values of their types."""
-    names = draw(st.lists(st.sampled_from(sorted(set(HINTS) - {"as_", *PLACES})), max_size=4, unique=True))
+    names = draw(st.lists(st.sampled_from(sorted(set(HINTS) - {"preset", *PLACES})), max_size=4, unique=True))
     return {name: draw(values_of(HINTS[name])) for name in names}
 
 

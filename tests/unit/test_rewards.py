@@ -872,8 +872,8 @@ def test_a_truth_on_which_a_verifier_raises_is_refused_at_the_start(monkeypatch)
 
 
 def controlled(control: str, samples: list, **changes) -> list:
-    """Samples of two problems with the answers 1 and 2, scored by last_number, as --control has them rewarded."""
-    args = Args(control=control, **changes)
+    """Return samples of two problems with the answers 1 and 2, rewarded by last_number under a --reward_control."""
+    args = Args(reward_control=control, **changes)
     problems = [Problem([], truth, "last_number", {}) for truth in ("1", "2")]
     verifiers = rewards.Verifiers(args, problems, "cpu", None)
     try:
@@ -917,7 +917,7 @@ def test_controls_replace_the_reward_and_nothing_else(control, given):
 def test_a_control_leaves_no_reward_of_a_turn():
     sample = responses(SAID)[0]
     sample.reward_steps = ((1, 0.5),)
-    rewards._replace_reward(sample, 0.25, Args(control="random"))
+    rewards._replace_reward(sample, 0.25, Args(reward_control="random"))
     assert (sample.reward, sample.reward_steps, sample.reward_parts["control_random"]) == (0.25, (), 0.25)
 
 
@@ -956,7 +956,7 @@ def test_the_random_control_says_nothing_of_who_was_right():
             sample.response_ids = rng.integers(0, 1000, size=5, dtype=np.int32)
             sample.reward = sample.score = float(rng.random() < 0.3)
         mean = sum(sample.reward for sample in samples) / len(samples)
-        rewards.deal_out(samples, Args(control="random"))
+        rewards.deal_out(samples, Args(reward_control="random"))
         for sample in samples:
             (right if sample.score else wrong).append(sample.reward - mean)
     assert abs(np.mean(right) - np.mean(wrong)) < 0.04
@@ -965,7 +965,7 @@ def test_the_random_control_says_nothing_of_who_was_right():
 def test_the_random_control_is_the_same_on_any_number_of_ranks():
     """The rewards of all ranks are gathered before they are permuted."""
     samples = responses(SAID)
-    args = Args(control="random")
+    args = Args(reward_control="random")
     problems = [Problem([], truth, "last_number", {}) for truth in ("1", "2")]
     verifiers = rewards.Verifiers(args, problems, "cpu", None)
     try:
@@ -996,13 +996,19 @@ def test_another_truth_is_that_of_another_problem_by_chance():
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"control": "random", "dataset_filter": (0.1, 1.0)}, "--dataset_filter chooses problems by the verifier's"),
-        ({"control": "inverted", "dense_reward": "sum"}, "--dense_reward has scores of its own"),
-        ({"control": "shuffled", "reward_model_name_or_path": "x"}, "--reward_model_name_or_path scores without a"),
-        ({"control": "shuffled", "environment": "x"}, "--environment rewards without a truth"),
         (
-            {"control": "random", "num_unique_prompts_rollout": 1, "num_samples_per_prompt_rollout": 1},
-            "one sample a step would be dealt its own reward",
+            {"reward_control": "random", "dataset_filter": (0.1, 1.0)},
+            "--dataset_filter chooses problems by the verifier's",
+        ),
+        ({"reward_control": "inverted", "dense_reward": "sum"}, "--dense_reward has scores of its own"),
+        (
+            {"reward_control": "shuffled", "reward_model_name_or_path": "x"},
+            "--reward_model_name_or_path scores without a",
+        ),
+        ({"reward_control": "shuffled", "environment": "x"}, "--environment rewards without a truth"),
+        (
+            {"reward_control": "random", "num_unique_prompts_rollout": 1, "num_samples_per_prompt_rollout": 1},
+            "one sample a step would get its own reward",
         ),
     ],
 )
@@ -1011,8 +1017,8 @@ def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
     with pytest.raises(SystemExit) as end:
         rewards.check_control(args)
     assert end.value.code == 2
-    assert f"--control {changes['control']}: {says}" in capsys.readouterr().err
-    rewards.check_control(ppo.Args(**changes | {"control": "none"}))
+    assert f"--reward_control {changes['reward_control']}: {says}" in capsys.readouterr().err
+    rewards.check_control(ppo.Args(**changes | {"reward_control": "none"}))
 
 
 def test_a_run_refuses_what_is_for_an_environment_where_there_is_none(capsys):
@@ -1022,27 +1028,27 @@ def test_a_run_refuses_what_is_for_an_environment_where_there_is_none(capsys):
 
 
 def test_a_run_refuses_a_control_that_leaks(capsys):
-    rewards.check_reward_args(ppo.Args(control="random"))
+    rewards.check_reward_args(ppo.Args(reward_control="random"))
     with pytest.raises(SystemExit):
-        rewards.check_reward_args(ppo.Args(control="random", dataset_filter=(0.1, 1.0)))
-    assert "--control random: --dataset_filter chooses" in capsys.readouterr().err
+        rewards.check_reward_args(ppo.Args(reward_control="random", dataset_filter=(0.1, 1.0)))
+    assert "--reward_control random: --dataset_filter chooses" in capsys.readouterr().err
 
 
 def test_a_control_that_cannot_be_is_refused(capsys):
     one = [Problem([], "1", "last_number", {}) for _ in range(2)]
     with pytest.raises(SystemExit):
         rewards.other_problems(one, seed=1)
-    assert "all problems of --verifier last_number have the same ground truth" in capsys.readouterr().err
+    assert "all truths of --verifier last_number are equal" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        rewards.Verifiers(Args(control="format"), [Problem([], "1", "exact", {})], "cpu", None)
-    assert "--control format: --verifier exact reports no part format" in capsys.readouterr().err
+        rewards.Verifiers(Args(reward_control="format"), [Problem([], "1", "exact", {})], "cpu", None)
+    assert "--reward_control format: --verifier exact reports no part format" in capsys.readouterr().err
 
 
 def test_whoever_reads_a_run_is_told_of_its_control():
     """Its name, however long or short, its console, its metrics, its verdict, and what plot and report print."""
     for more in ({}, {"system_prompt": "x" * 300}):
-        name = directory.run_name(Args(control="shuffled", **more), Args())
-        assert name.startswith("grpo__control=shuffled__") and name.endswith("seed=1")
+        name = directory.run_name(Args(reward_control="shuffled", **more), Args())
+        assert name.startswith("grpo__reward_control=shuffled__") and name.endswith("seed=1")
     step = {"step": 1, "reward/mean": 0.5, "optim/skipped": 0, "completions/truncated_frac": 0.0}
     marked = step | {"reward/control_random": 0.5}
     assert logger.step_line(marked, 2, 0.0, True).endswith("CONTROL random")

@@ -185,7 +185,7 @@ def test_every_row_has_a_kind_and_flags_that_exist():
         "preemptible",
         "max_retries",
     }
-    known |= {"budget", "image", "mount", "env", "gpus", "num_nodes", "as"}  # of accelerate launch and submit.py
+    known |= {"budget", "image", "mount", "env", "gpus", "num_nodes", "preset"}  # of accelerate launch and submit.py
     for framework in rules.FRAMEWORKS:
         for entry in rules.rows(framework).values():
             assert entry.kind in KINDS, entry
@@ -257,7 +257,7 @@ def test_no_key_is_matched_by_its_last_component_alone():
 @pytest.mark.parametrize("word, expected", [
     ("actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct", "--model_name_or_path Qwen/Qwen2-7B-Instruct"),
     ("critic.model.path=Qwen/Q", "--critic model_name_or_path=Qwen/Q"),
-    ("data.filter_overlong_prompts=True", "--overlong_prompts filter"),
+    ("data.filter_overlong_prompts=True", "--overlong_prompts drop"),
     ("critic.optim.lr_scheduler_type=cosine", "lr_scheduler_type=cosine"),
     ("algorithm.use_kl_in_reward=True", "--beta 0.001 --kl_placement reward"),
 ])  # fmt: skip
@@ -311,7 +311,7 @@ VALUES = [
     (
         "trl",
         "--lr_scheduler_type cosine_with_min_lr --warmup_ratio 0.1",
-        {"lr_scheduler_type": "cosine", "warm_up": 0.1},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 0.1},
     ),
     ("trl", "--sync_ref_model --ref_model_sync_steps 64 --beta 0.1", {"ref_policy_update": [64, 0.6]}),
     (
@@ -338,7 +338,7 @@ VALUES = [
         "verl",
         "algorithm.adv_estimator=grpo data.train_batch_size=512 actor_rollout_ref.actor.optim.lr_warmup_steps=10 "
         "actor_rollout_ref.actor.ppo_epochs=2",
-        {"warm_up": 40, "num_mini_batches": 2, "num_epochs": 2},
+        {"warmup_steps": 40, "num_mini_batches": 2, "num_epochs": 2},
     ),
     (
         "verl",
@@ -382,7 +382,7 @@ VALUES = [
     (
         "verl",
         "algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
-        {"sleep": "all"},
+        {"vllm_sleep": "all"},
     ),
     (
         "verl",
@@ -457,8 +457,8 @@ def test_defaults_that_the_command_relies_on_are_marked():
         ("total_epochs", "num_train_epochs=3.0"),
     ):
         assert f"--{flag}: from a default that the command leaves out, {source}" in text
-    assert "--as trl: the defaults of trl 1.16.0 that change learning" in text
-    assert "--as trl" in translate.command_line(ours)
+    assert "--preset trl: the defaults of trl 1.16.0 that change learning" in text
+    assert "--preset trl" in translate.command_line(ours)
 
 
 # ----------------------------------------------------------------------------------------------------------------- bash
@@ -701,7 +701,7 @@ trainer = GRPOTrainer(model=NAME, reward_funcs=[reward_len], args=config, train_
         (["--num_generations", "4", "--seed", "2"], "python grpo.py --seed 2 --num_samples_per_prompt_rollout 4"),
         (
             ["--dataset_name", "D", "--reward_funcs", "accuracy_reward", "--max_completion_length", "64"],
-            "python grpo.py --as trl ",
+            "python grpo.py --preset trl ",
         ),
         (["--prompt_data", "D", "--track"], "--dataset D"),
     ],
@@ -773,9 +773,10 @@ def options_of(text: str) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            name = ast.unparse(node.args[0]).strip("f'\"").removeprefix("--")
+            word = re.fullmatch(r"f?(['\"])--(.*)\1", ast.unparse(node.args[0]))
+            name = word.group(2) if word else ""
             found |= {name.replace("{prefix}", model) for model in ("actor", "critic")}
-    return found
+    return found - {""}
 
 
 def keys_in(name: str, folder: Path) -> set[str]:

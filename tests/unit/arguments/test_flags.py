@@ -131,8 +131,8 @@ CASES = {
         {"total_episodes": 640, "total_epochs": 2},
         ["--total_episodes", "--total_epochs", "one of"],
     ),
-    "a step and a half of warm-up": ({"warm_up": 1.5}, ["--warm_up 1.5", "must be integers", "fraction"]),
-    "a negative warm-up": ({"warm_up": -0.1}, ["--warm_up -0.1", "0 or more"]),
+    "a step and a half of warm-up": ({"warmup_steps": 1.5}, ["--warmup_steps 1.5", "must be integers", "fraction"]),
+    "a negative warm-up": ({"warmup_steps": -0.1}, ["--warmup_steps -0.1", "0 or more"]),
     "a beta of Adam above 1": ({"adam_betas": (0.9, 1.1)}, ["--adam_betas (0.9, 1.1)", "between 0 and 1"]),
     "a fraction above 1": ({"lr_min_ratio": 1.5}, ["--lr_min_ratio 1.5", "between 0 and 1"]),
     "a filter of all problems": ({"dataset_filter": (1.0, 0.5)}, ["--dataset_filter (1.0, 0.5)", "below 1"]),
@@ -248,7 +248,7 @@ CASES = {
     "override is no object": ({"override_config": "[1]"}, ["--override_config", "JSON object"]),
     # sampling and engine
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
-    "stop strings without vLLM": ({"rollout": "hf", "stop": ("\n",)}, ["--stop", "--rollout vllm"]),
+    "stop strings without vLLM": ({"rollout": "hf", "stop_strings": ("\n",)}, ["--stop_strings", "--rollout vllm"]),
     "arguments of vLLM are not JSON": ({"vllm_args": "max_num_seqs=4"}, ["--vllm_args: not valid JSON", "for example"]),
     "arguments of vLLM are no object": ({"vllm_args": "[1]"}, ["--vllm_args: must be a JSON object"]),
     "an argument of vLLM that it does not have": (
@@ -278,8 +278,8 @@ CASES = {
         ["--vllm_engines 1 needs --rollout vllm"],
     ),
     "dedicated, asleep": (
-        {"vllm_engines": 1, "sleep": "engine"},
-        ["--sleep engine with --vllm_engines 1", "drop --sleep"],
+        {"vllm_engines": 1, "vllm_sleep": "engine"},
+        ["--vllm_sleep engine with --vllm_engines 1", "drop --vllm_sleep"],
     ),
     "a process, dedicated": (
         {"engine_process": True, "vllm_engines": 1},
@@ -312,12 +312,12 @@ CASES = {
         ["--dtype float32", "bfloat16", "--attn_implementation sdpa"],
     ),
     "sleep with ZeRO 3": (
-        {"sleep": "all", "zero_stage": 3, "rollout": "hf"},
-        ["--sleep all", "--zero_stage 2", "stage 3"],
+        {"vllm_sleep": "all", "zero_stage": 3, "rollout": "hf"},
+        ["--vllm_sleep all", "--zero_stage 2", "stage 3"],
     ),
     "sleep ahead of training": (
-        {"sleep": "all", "async_steps": 1, "rollout": "hf"},
-        ["--sleep all", "--async_steps", "one of them"],
+        {"vllm_sleep": "all", "async_steps": 1, "rollout": "hf"},
+        ["--vllm_sleep all", "--async_steps", "one of them"],
     ),
     "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "not 2"]),
     # verifiers
@@ -690,8 +690,8 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
 
 
 def test_filtered_down_to_too_few(tiny, tmp_path, capsys):
-    args = tiny_args(tiny, tmp_path, max_prompt_length=3, overlong_prompts="filter", rollout="hf")
-    assert "left by --overlong_prompts filter" in refusal(args, capsys)
+    args = tiny_args(tiny, tmp_path, max_prompt_length=3, overlong_prompts="drop", rollout="hf")
+    assert "left by --overlong_prompts drop" in refusal(args, capsys)
 
 
 def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):
@@ -705,7 +705,7 @@ def test_long_prompts(tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"dataset": "PLACE/long.jsonl", "model_name_or_path": str(tiny), "max_prompt_length": 60}
     message = refusal(arguments(tmp_path, changes), capsys)
-    for word in ("1 of 12 prompts", "--max_prompt_length 60", "one one", "--overlong_prompts filter"):
+    for word in ("1 of 12 prompts", "--max_prompt_length 60", "one one", "--overlong_prompts drop"):
         assert word in message
     assert not (tmp_path / "runs").exists()
 
@@ -814,7 +814,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("--num_generations", "4"), "grpo.py --num_samples_per_prompt_rollout 4"),
         (("--number_samples_per_prompt=4",), "grpo.py --num_samples_per_prompt_rollout 4"),
         (("--local_rollout_batch_size", "8"), "grpo.py --num_unique_prompts_rollout 8"),
-        (("--warmup_ratio", "0.1"), "grpo.py --warm_up 0.1"),
+        (("--warmup_ratio", "0.1"), "grpo.py --warmup_steps 0.1"),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
         (("--dry_run", "False"), "switches take no value; give --no-dry_run"),
         (("--dry_run=False",), "switches take no value; give --no-dry_run"),
@@ -824,7 +824,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("+trainer.val_before_train=False",), "grpo.py --eval_prompts 0"),
         (("ppo.kl_ctl=0.2",), "grpo.py --beta 0.2 --kl_placement reward"),
         (("--actor_rollout_ref.actor.optim.lr=2e-6",), "grpo.py --learning_rate 2e-06"),
-        (("actor_rollout_ref.actor.optim.lr_warmup_steps=5",), "--warm_up 20"),
+        (("actor_rollout_ref.actor.optim.lr_warmup_steps=5",), "--warmup_steps 20"),
         (("--use_peft",), "scripts/variant.py lora"),
         (("--non_stop_penalty",), "--non_stop_penalty -> takes a number here"),
         (("--non_stop_penalty", "False"), "takes a number here"),
@@ -910,7 +910,7 @@ experiment_name=code trial_name=a wandb.project=x check_xml_format=False mask_to
 
 @pytest.mark.parametrize("script, line, expected", [
     (grpo.Args, THREAD, "--num_unique_prompts_rollout 48 --num_samples_per_prompt_rollout 16"),
-    (ppo.Args, TINYZERO, "--as tinyzero"),
+    (ppo.Args, TINYZERO, "--preset tinyzero"),
     (ppo.Args, VERL, "--num_unique_prompts_rollout 1024"),
     (ppo.Args, AREAL, "--num_unique_prompts_rollout 64"),
 ])  # fmt: skip
@@ -926,8 +926,8 @@ def test_a_whole_command_line_of_others_is_answered_by_one_of_ours(script, line,
 
 
 @pytest.mark.parametrize("line", [
-    "--reward_weights exact=0 math=gate --stop a x=c --no-shuffle_mini_batches",
-    """--as verl --beta=0.1 --vllm-args '{"max_num_seqs": 4}' --adam_betas 0.9 0.99 --offload ref optimizer""",
+    "--reward_weights exact=0 math=gate --stop_strings a x=c --no-shuffle_mini_batches",
+    """--preset verl --beta=0.1 --vllm-args '{"max_num_seqs": 4}' --adam_betas 0.9 0.99 --offload ref optimizer""",
     "--importance_sampling_mask 0.5 5 --seed 2 --verifier file.py:f",
 ])  # fmt: skip
 def test_values_of_our_own_flags_are_not_taken_for_words_of_others(line):
@@ -945,17 +945,24 @@ def test_without_the_scripts_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_p
 # Every flag that was removed, with a value that it took, and a part of the answer.
 REMOVED = {
     "adam_eps": ("1e-5", "AdamW's epsilon is 1e-8"),
+    "as": ("verl", "--preset verl"),
+    "control": ("random", "--reward_control random"),
+    "entropy_coeff": ("0.1", "--entropy_coef 0.1"),
     "kl_horizon": ("100", "--kl_target TARGET 100"),
     "logprob_micro_batch_tokens": ("4096", "--micro_batch_tokens"),
+    "max_sampler_diff": ("0", "--max_logprob_diff 0"),
     "record_batches": ("4", "studies/replay.py rebuilds its batch"),
     "ref_policy_alpha": ("0.5", "--ref_policy_update FREQ 0.5"),
     "ref_policy_update_freq": ("5", "--ref_policy_update 5 ALPHA"),
     "require_learning": ("", "scripts/doctor.py RUN exits with code 3"),
     "reward_timeout": ("60", "--call_timeout 60"),
     "reward_workers": ("4", "as many verifier processes as cores, less two"),
+    "sleep": ("all", "--vllm_sleep all"),
+    "stop": ("x", "--stop_strings x"),
     "turn_lag": ("32", "128 engine steps"),
     "turn_timeout": ("30", "--call_timeout 30"),
     "vllm_gpu_memory_utilization": ("0.5", """--vllm_args '{"gpu_memory_utilization": 0.5}'"""),
+    "warm_up": ("5", "--warmup_steps 5"),
 }
 
 
@@ -1003,6 +1010,14 @@ ACCEPTED = [  # an old command line, and what it is now
     (["--reward_timeout", "60"], {"call_timeout": 60.0}),
     (["--turn-timeout=30", "--reward_timeout=30"], {"call_timeout": 30.0}),
     (["--vllm_gpu_memory_utilization", "0.5"], {"vllm_args": '{"gpu_memory_utilization": 0.5}'}),
+    (["--control", "random"], {"reward_control": "random"}),
+    (["--entropy_coeff=-0.1"], {"entropy_coef": -0.1}),
+    (["--entropy-coeff", "-0.1"], {"entropy_coef": -0.1}),
+    (["--max_sampler_diff", "0"], {"max_logprob_diff": 0.0}),
+    (["--sleep", "engine"], {"vllm_sleep": "engine"}),
+    (["--stop", "it's", "$x y", "--warm_up", "0.1"], {"stop_strings": ("it's", "$x y"), "warmup_steps": 0.1}),
+    (["--bad_rows", "raise"], {"bad_rows": "error"}),
+    (["--overlong_prompts=filter"], {"overlong_prompts": "drop"}),
 ]
 
 
@@ -1020,9 +1035,23 @@ def test_a_removed_flag_that_changes_no_result_is_a_warning_line(words, now, mon
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kind, words, now", [
+    (grpo.Args, "--as verl --beta 0.1", "--preset verl --beta 0.1"),
+    (grpo.Args, "--kl_reward_norm inside", "--kl_reward_norm before_norm"),
+    (grpo.Args, "--kl_reward_norm=outside", "--kl_reward_norm after_norm"),
+    (ppo.Args, "--critic warm_up=0.1 num_epochs=2", "--critic warmup_steps=0.1 num_epochs=2"),
+    (ppo.Args, "--system_prompt warm_up=1 --seed 2", "--system_prompt warm_up=1 --seed 2"),
+])  # fmt: skip
+def test_an_old_name_is_today_s_command(kind, words, now, capsys):
+    expected = vars(flags.parse(kind, words=now.split()))
+    assert capsys.readouterr().err == ""
+    assert vars(flags.parse(kind, words=words.split())) == expected
+    assert ("the next version rejects the old form" in capsys.readouterr().err) == (words != now)
+
+
 @pytest.mark.parametrize("line", [
     "--adam_eps 1e-5", "--adam_eps", "--turn_lag 4", "--require_learning", "--kl_horizon 5", "--ref_policy_alpha 0.5",
-    "--reward_timeout 5 --call_timeout 6", "--reward_timeout 5 --turn_timeout 6", "--reward_timeout soon",
+    "--reward_timeout 5 --call_timeout 6", "--reward_timeout 5 --turn_timeout 6", "--warm_up 1 --warmup_steps 2",
     "--reward_workers 1 2", """--vllm_gpu_memory_utilization 0.5 --vllm_args '{"max_num_seqs": 4}'""",
 ])  # fmt: skip
 def test_a_removed_flag_without_which_results_could_change_stays_an_error(line, capsys):

@@ -138,7 +138,7 @@ SAID = {  # what the start of each run says about it
     "GSM8K with one GPU of 24 GB": GSM8K,
     "GSM8K with one GPU of 80 GB": GSM8K,
     "GSM8K with eight GPUs": GSM8K,
-    "TRL": ["90 problems", "90 Polaris-Dataset-53K (math)", "8 prompts x 8 samples", "as         trl 1.16.0"],
+    "TRL": ["90 problems", "90 Polaris-Dataset-53K (math)", "8 prompts x 8 samples", "preset     trl 1.16.0"],
     "TinyZero": [
         "300 problems, evaluation on other data;",
         "300 train (tinyzero.py:score)",
@@ -218,8 +218,8 @@ def test_without_sleeping_in_turns_a_line_does_not_fit():
     line = "--num_samples_per_prompt_rollout 1 --num_unique_prompts_rollout 64 --gradient_checkpointing --beta 0.005"
     line += " --kl_placement reward"
     words = [*line.split(), "--vllm_args", '{"gpu_memory_utilization": 0.5}']
-    plain = needed("ppo.py", [*words, "--sleep", "engine"], model, 8, 80)
-    moved = needed("ppo.py", [*words, "--sleep", "all", "--offload", "ref"], model, 8, 80)
+    plain = needed("ppo.py", [*words, "--vllm_sleep", "engine"], model, 8, 80)
+    moved = needed("ppo.py", [*words, "--vllm_sleep", "all", "--offload", "ref"], model, 8, 80)
     assert plain.phases["sampling"] > 80e9 > memory.USABLE * 80e9 > moved.peak
     assert plain.phases["sampling"] - moved.phases["sampling"] == pytest.approx(7e9 * (4 + 24 / 8 + 2))
     assert moved.phases["sampling"] == pytest.approx(0.5 * 80e9 + memory.CUDA)

@@ -1,4 +1,4 @@
-"""--as NAME: the presets on the command line, and their numbers against the frameworks' own functions.
+"""--preset NAME: the presets on the command line, and their numbers against the frameworks' own functions.
 
 The slow tests install each framework's wheel without its dependencies (into RLVR_FRAMEWORKS, where it is kept, else a
 temporary folder) and are skipped with the reason where the package index cannot be reached. For open-instruct and
@@ -59,15 +59,15 @@ def parse(script: str, *words: str):
 
 @pytest.mark.parametrize("script, name", PAIRS)
 def test_a_preset_sets_every_flag_that_it_lists(script, name):
-    args = parse(script, "--as", name)
-    assert args.as_ == name
+    args = parse(script, "--preset", name)
+    assert args.preset == name
     fields = {f.name for f in dataclasses.fields(args)}
     settings = presets.PRESETS[name].flags
     for flag, value in settings.items():
         if flag in fields:
             assert getattr(args, flag) == value, flag
     default = SCRIPTS[script].Args()
-    untouched = fields - {*settings, "as_"}
+    untouched = fields - {*settings, "preset"}
     assert {f for f in untouched if getattr(args, f) != getattr(default, f)} == set()
 
 
@@ -79,7 +79,7 @@ def test_every_setting_is_a_flag_of_a_script_of_its_preset():
 
 @pytest.mark.parametrize("script, name", PAIRS)
 def test_flags_given_beside_a_preset_win_in_any_order_also_with_our_default(script, name):
-    """Every setting that differs from our default is given our default's value, before and after --as."""
+    """Every setting that differs from our default is given our default's value, before and after --preset."""
     default = SCRIPTS[script].Args()
     changed = [flag for flag, there in presets.PRESETS[name].flags.items() if getattr(default, flag, there) != there]
     assert len(changed) > 5
@@ -89,17 +89,17 @@ def test_flags_given_beside_a_preset_win_in_any_order_also_with_our_default(scri
         switch = f"--{flag}" if value else f"--no-{flag}"
         given = map(str, value if isinstance(value, tuple) else (value,))
         words += [switch] if isinstance(value, bool) else [f"--{flag}", *given]
-    for given in (["--as", name, *words], [*words, f"--as={name}"]):
+    for given in (["--preset", name, *words], [*words, f"--preset={name}"]):
         args = parse(script, *given)
-        assert dataclasses.replace(args, as_=None) == default
+        assert dataclasses.replace(args, preset=None) == default
 
 
 @pytest.mark.parametrize("words, expected", [
-    (["--as", "verk"], ["'verk'", "verl, trl, openrlhf, areal, open-instruct"]),
-    (["--as="], ["''", "verl, trl"]),
-    (["--beta", "0.1", "--as"], ["''", "verl, trl"]),
-    (["--as", "tinyzero"], ["'tinyzero'", "tinyzero is for ppo.py"]),
-    (["--as", "trl", "--advantage_eps", "-1"], []),
+    (["--preset", "verk"], ["'verk'", "verl, trl, openrlhf, areal, open-instruct"]),
+    (["--preset="], ["''", "verl, trl"]),
+    (["--beta", "0.1", "--preset"], ["--preset -> takes a value"]),
+    (["--preset", "tinyzero"], ["'tinyzero'", "tinyzero is for ppo.py"]),
+    (["--preset", "trl", "--advantage_eps", "-1"], []),
 ])  # fmt: skip
 def test_a_name_that_the_script_does_not_have_is_refused_with_the_list(words, expected, capsys):
     with pytest.raises(SystemExit) as end:
@@ -112,31 +112,31 @@ def test_a_name_that_the_script_does_not_have_is_refused_with_the_list(words, ex
 
 def test_programs_without_an_algorithm_have_no_presets(capsys):
     with pytest.raises(SystemExit) as end:
-        flags.parse(flags.RunFlags, words=["--as", "verl"])
+        flags.parse(flags.RunFlags, words=["--preset", "verl"])
     assert end.value.code == 2
     assert "grpo.py and ppo.py" in capsys.readouterr().err
 
 
 def test_names_of_runs_and_their_folders(tmp_path):
-    """The name holds --as and what was given beside it; a part of a run has the same name, another preset another."""
+    """The name holds --preset and what was given beside it; parts of a run share it, another preset has another."""
     place = ["--output_dir", str(tmp_path)]
     name = functools.partial(directory.run_name, defaults=grpo.Args())
-    assert name(parse("grpo", "--as", "verl", *place)) == "grpo__as=verl__seed=1"
-    assert name(parse("grpo", "--beta", "0.01", "--as", "verl")) == "grpo__as=verl__beta=0.01__seed=1"
-    assert name(parse("grpo", "--as", "verl", "--clip_ratio_c", "3")) == "grpo__as=verl__seed=1"
-    ours = name(parse("grpo", "--as", "verl", "--clip_ratio_c", "None"))
-    assert ours == "grpo__as=verl__clip_ratio_c=None__seed=1"
-    assert name(parse("grpo", "--as", "trl", "--seed", "3")) == "grpo__as=trl__seed=3"
+    assert name(parse("grpo", "--preset", "verl", *place)) == "grpo__preset=verl__seed=1"
+    assert name(parse("grpo", "--beta", "0.01", "--preset", "verl")) == "grpo__preset=verl__beta=0.01__seed=1"
+    assert name(parse("grpo", "--preset", "verl", "--clip_ratio_c", "3")) == "grpo__preset=verl__seed=1"
+    ours = name(parse("grpo", "--preset", "verl", "--clip_ratio_c", "None"))
+    assert ours == "grpo__preset=verl__clip_ratio_c=None__seed=1"
+    assert name(parse("grpo", "--preset", "trl", "--seed", "3")) == "grpo__preset=trl__seed=3"
 
 
 @pytest.mark.parametrize("script, name", PAIRS)
 def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name, tiny, tmp_path, capsys):
-    words = ["--dry_run", "--as", name, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
+    words = ["--dry_run", "--preset", name, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
     args = parse(script, *words, "--learning_rate", "0.5")
     SCRIPTS[script].main(args, SCRIPTS[script].preflight(args))
     out = capsys.readouterr().out
     preset = presets.PRESETS[name]
-    assert f"as         {preset.version}, instead of the defaults in parentheses: " in out
+    assert f"preset     {preset.version}, instead of the defaults in parentheses: " in out
     rate = preset.flags["learning_rate"]
     assert f"given    --learning_rate 0.5 (there {rate})" in out
     assert "--mask_truncated_completions False (True)" in out
@@ -168,7 +168,7 @@ def test_a_preset_leaves_what_makes_a_variant(name, preset):
     base, own = SCRIPTS[script].Args(), args_of()
     both = {f.name for f in dataclasses.fields(base)} & {f.name for f in dataclasses.fields(own)} - {"exp_name"}
     changed = {name for name in both if getattr(own, name) != getattr(base, name)}
-    args = flags.parse(args_of, words=["--as", preset])
+    args = flags.parse(args_of, words=["--preset", preset])
     settings = presets.PRESETS[preset].flags
     for flag, value in settings.items():
         if hasattr(own, flag):
@@ -191,7 +191,7 @@ def test_a_value_that_a_copy_no_longer_takes_is_not_given_to_it():
         loss_norm: typing.Literal["token", "sequence"] = "token"
         lr_scheduler_type: typing.Literal["linear"] = "linear"
 
-    args = flags.parse(Args, words=["--as", "verl"])
+    args = flags.parse(Args, words=["--preset", "verl"])
     assert (args.lr_scheduler_type, args.loss_norm, args.clip_ratio_c) == ("linear", "token", 3.0)
     assert "kept     this script's own: --lr_scheduler_type linear (there constant)" in "\n".join(presets.explain(args))
 
@@ -207,15 +207,15 @@ def test_the_warm_up_differs_by_what_the_table_says():
     """OpenRLHF's and AReaL's schedules are transformers' (k / W, the first step at 0), with W rounded up and down."""
     rates = {}
     for name, count in (("openrlhf", math.ceil), ("areal", int)):
-        args = parse("grpo", "--as", name)
+        args = parse("grpo", "--preset", name)
         for total in (20, 100, 499, 1000):
             parameter = torch.nn.Parameter(torch.zeros(1))
             optimizer = torch.optim.SGD([parameter], lr=args.learning_rate)
-            warm_up = count(args.warm_up * total)
+            warmup_steps = count(args.warmup_steps * total)
             schedule = transformers.get_scheduler(
                 "cosine_with_min_lr" if name == "openrlhf" else "constant_with_warmup",
                 optimizer,
-                warm_up,
+                warmup_steps,
                 total,
                 {"min_lr_rate": args.lr_min_ratio} if name == "openrlhf" else None,
             )
@@ -236,8 +236,8 @@ def test_without_a_preset_the_start_says_nothing_of_it():
 
 
 def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, monkeypatch):
-    """config.json has the name; the same words resume and find the run finished; without --as it is another run."""
-    words = ["--as", "verl", "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
+    """config.json has the name; the same words resume and find the run finished; without --preset it is another run."""
+    words = ["--preset", "verl", "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
     for flag, value in {**TINY_RUN, "num_mini_batches": 2}.items():
         words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     args = parse("grpo", *words)
@@ -246,9 +246,9 @@ def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, mo
     assert [m["step"] for m in metrics] == [1, 2]
     assert metrics[-1]["optim/lr"] == 1e-6, "verl's rate, and constant"
     folder = folder_of(args)
-    assert folder.name.startswith("grpo__as=verl__")
+    assert folder.name.startswith("grpo__preset=verl__")
     stored = json.loads((folder / "config.json").read_text())["args"]
-    assert (stored["as_"], stored["clip_ratio_c"], stored["num_mini_batches"]) == ("verl", 3.0, 2)
+    assert (stored["preset"], stored["clip_ratio_c"], stored["num_mini_batches"]) == ("verl", 3.0, 2)
     with pytest.raises(SystemExit) as end:
         grpo.preflight(parse("grpo", *words))
     assert end.value.code == 0
@@ -315,7 +315,7 @@ def ours(case: frameworks.Case, args) -> dict[str, torch.Tensor]:
     if script is grpo:
         kind = args.advantage_normalization_type
         penalty_N = grpo.return_to_go(kl_N, offsets)
-        if args.kl_reward_norm == "inside":
+        if args.kl_reward_norm == "before_norm":
             rewards_PG = rewards_PG - penalty_N[offsets[:-1]].view(4, 4)
             penalty_N = torch.zeros_like(penalty_N)
         advantages_PG = grpo.group_advantages(rewards_PG, kind, args.advantage_eps)
@@ -356,7 +356,7 @@ def difference(found: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 class Variant(NamedTuple):
-    """Flags beside --as, what says the same to the framework, the script, and what is known to differ."""
+    """Flags beside --preset, what says the same to the framework, the script, and what is known to differ."""
 
     words: tuple[str, ...] = ()
     options: dict = {}  # noqa: RUF012  # read only
@@ -494,7 +494,7 @@ def test_values_and_gradients_are_those_of_the_frameworks_own_functions(name, th
     wrong = {}
     compared = 0
     for v, variant in VARIANTS[name].items():
-        args = parse(variant.script, "--as", name, *variant.words)
+        args = parse(variant.script, "--preset", name, *variant.words)
         for c, case in numbers.items():
             if c in variant.apart or "*" in variant.apart:
                 continue
@@ -537,7 +537,7 @@ def test_differences_have_the_size_that_the_table_says(name, theirs):
     for start, (v, c, quantity) in MEASURED[name].items():
         (listed,) = [d for d in presets.PRESETS[name].differences if d.what.startswith(start)]
         variant = VARIANTS[name][v]
-        found = ours(prepared(numbers[c], variant), parse(variant.script, "--as", name, *variant.words))
+        found = ours(prepared(numbers[c], variant), parse(variant.script, "--preset", name, *variant.words))
         measured = difference({quantity: found[quantity]}, {quantity: results[v, c][quantity]})
         assert f"{measured:.1e}" in listed.size, (start, f"{measured:.1e}")
 
@@ -553,9 +553,9 @@ def test_a_wrong_setting_is_caught_by_the_comparison(name, theirs):
     others = {"max_reward_clip", "reward_scaling", "importance_sampling_mask"}
     assert set(wrong) - flags_here <= others
     for flag, value in wrong.items():
-        args = dataclasses.replace(parse("grpo", "--as", name), **{flag: value})
+        args = dataclasses.replace(parse("grpo", "--preset", name), **{flag: value})
         errors = [difference(ours(case, args), results["", c]) for c, case in numbers.items()]
-        assert max(errors) > 1e-5, f"{flag}={value} instead of {getattr(parse('grpo', '--as', name), flag)}"
+        assert max(errors) > 1e-5, f"{flag}={value} instead of {getattr(parse('grpo', '--preset', name), flag)}"
 
 
 # Values that no preset has; those of "standard" and "token" would be none elsewhere.
@@ -586,7 +586,7 @@ def test_values_and_gradients_are_the_recorded_ones(name):
     assert GOLDEN[name]["commit"].startswith(presets.PRESETS[name].version.split()[1])
     for c, entry in GOLDEN[name]["cases"].items():
         if c not in RECORDED_DIFFERENCES:
-            args = parse(script, "--as", name, *entry["words"])
+            args = parse(script, "--preset", name, *entry["words"])
             assert difference(ours(entry["case"], args), entry["results"]) < 1e-6, c
 
 
@@ -605,7 +605,7 @@ def test_recorded_differences_have_the_size_that_the_table_says(name):
     for c, entry in known.items():
         start, quantity = RECORDED_DIFFERENCES[c]
         (listed,) = [d for d in presets.PRESETS[name].differences if d.what.startswith(start)]
-        found = ours(entry["case"], parse(script, "--as", name, *entry["words"]))
+        found = ours(entry["case"], parse(script, "--preset", name, *entry["words"]))
         measured = difference({quantity: found[quantity]}, {quantity: entry["results"][quantity]})
         assert f"{measured:.1e}" in listed.size, (start, f"{measured:.1e}")
 
@@ -613,7 +613,7 @@ def test_recorded_differences_have_the_size_that_the_table_says(name):
 @pytest.mark.parametrize("name", list(GOLDEN))
 def test_a_wrong_setting_is_caught_by_the_recorded_numbers(name):
     script = presets.PRESETS[name].scripts[0]
-    right = parse(script, "--as", name)
+    right = parse(script, "--preset", name)
     cases = {c: entry for c, entry in GOLDEN[name]["cases"].items() if c not in RECORDED_DIFFERENCES}
     changes = {"loss_norm": "sequence", "clip_lower": 0.1, "clip_higher": 0.35, "clip_ratio_c": 2.0}
     changes |= {"mask_truncated_completions": True, "mask_no_eos_with_zero": True, "beta": 0.02}
@@ -624,7 +624,7 @@ def test_a_wrong_setting_is_caught_by_the_recorded_numbers(name):
         changes |= {"kl_placement": "reward", "kl_gradient": "unbiased", "reward_scaling": 1.0}
     else:
         changes |= {"gae_lambda": 0.9, "value_clip": 0.2}
-    given = [(entry, parse(script, "--as", name, *entry["words"])) for entry in cases.values()]
+    given = [(entry, parse(script, "--preset", name, *entry["words"])) for entry in cases.values()]
     for flag, value in changes.items():
         assert getattr(right, flag) != value
         changed = ((entry, dataclasses.replace(args, **{flag: value})) for entry, args in given)

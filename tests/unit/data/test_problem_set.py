@@ -403,7 +403,7 @@ def other_value(name: str):
         return not default
     if hint in (int, float):
         return hint(3 if default is None else default + 1)
-    known = {"as_": "verl", "vllm_args": '{"quantization": "fp8"}', "offload": ("param",)}
+    known = {"preset": "verl", "vllm_args": '{"quantization": "fp8"}', "offload": ("param",)}
     if name in known:
         return known[name]
     return ("a",) if hint == tuple[str, ...] else "other"

@@ -1154,17 +1154,17 @@ def test_overlong_prompts(tokenizer, capsys):
 
     whole = rendering.render([p.messages for p in problems()], tokenizer, None)
     kept = {}
-    for how in ("filter", "left", "right"):
+    for how in ("drop", "left", "right"):
         kept[how] = rendering.render_prompts(problems(), tokenizer, Args(max_prompt_length=30, overlong_prompts=how))
         said = capsys.readouterr().out
         assert f"--overlong_prompts {how}" in said and "1 of 3 prompts" in said and f"has {len(whole[1])}" in said
-    assert [p.prompt_ids for p in kept["filter"]] == [whole[0], whole[2]]
+    assert [p.prompt_ids for p in kept["drop"]] == [whole[0], whole[2]]
     assert [p.prompt_ids for p in kept["left"]] == [whole[0], whole[1][-30:], whole[2]]
     assert [p.prompt_ids for p in kept["right"]] == [whole[0], whole[1][:30], whole[2]]
     message = refusal(
         capsys, Args(max_prompt_length=30), lambda args: rendering.render_prompts(problems(), tokenizer, args)
     )
-    for word in ("1 of 3 prompts", "--max_prompt_length 30", "one one", "--overlong_prompts filter"):
+    for word in ("1 of 3 prompts", "--max_prompt_length 30", "one one", "--overlong_prompts drop"):
         assert word in message
     exactly = Args(max_prompt_length=len(whole[1]))
     assert [p.prompt_ids for p in rendering.render_prompts(problems(), tokenizer, exactly)] == whole

@@ -44,7 +44,7 @@ def test_a_run_takes_tokens_and_template_from_it(tiny, tmp_path, apart):
 
 
 def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
-    """vLLM turns ids into text for --stop. A finished run is evaluated with the tokenizer in its model/."""
+    """vLLM turns ids into text for --stop_strings. A finished run is evaluated with the tokenizer in its model/."""
 
     import torch
 
@@ -61,7 +61,7 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     given.clear()
     grpo.build_vllm(dataclasses.replace(args, tokenizer_name_or_path=None, vllm_args=None), torch.float32, 0, 1)
     assert (given["tokenizer"], given["tokenizer_revision"]) == (None, "main") and "load_format" not in given
-    grpo.build_vllm(tiny_args(tiny, tmp_path, stop=(".",)), torch.float32, 0, 1)
+    grpo.build_vllm(tiny_args(tiny, tmp_path, stop_strings=(".",)), torch.float32, 0, 1)
     assert not given["skip_tokenizer_init"]
     (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args), "script": "grpo.py"}))
     evaluation, *_ = evaluate.parse(["--run", str(tmp_path)])

@@ -194,7 +194,7 @@ def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
         (0, 1, {"async_steps": 1}, {"copies_weights": True}),
         (0, 1, {"async_steps": 1, "inflight_updates": "keep"}, {"copies_weights": False}),
         (0, 1, {"async_steps": 1, "inflight_updates": "keep", "vllm_engines": 1}, {"copies_weights": True}),
-        (0, 1, {"sleep": "all"}, {"copies_weights": True}),
+        (0, 1, {"vllm_sleep": "all"}, {"copies_weights": True}),
         (0, 1, {"timeout": 7.0}, {"timeout": 7.0}),
         (0, 1, {"async_steps": 1}, {"beside": True}),
         (1, 2, {"async_steps": 1, "engine_process": True}, {"beside": False, "count": 2, "own": [1], "restarts": 2}),
@@ -211,7 +211,7 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     if "own" in values:
         values["own"] = list(values["own"])
     assert values == expected
-    if changes.get("sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
+    if changes.get("vllm_sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
         assert (engine.restarts, again.restarts) == (2, 0)
@@ -243,7 +243,7 @@ def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_pa
     plain = script.Engine.push
     monkeypatch.setattr(script.Engine, "sleep", lambda engine: seen.append("sleep"))
     monkeypatch.setattr(script.Engine, "push", lambda engine, *rest: (seen.append("push"), plain(engine, *rest))[1])
-    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, sleep=asked)
+    args = tiny_args(tiny, tmp_path, script.__name__, total_steps=2, eval_prompts=0, vllm_sleep=asked)
     run_here(args, script.__name__)
     assert seen == (["sleep", "push"] * 3 if asked == "engine" else ["push"] * 3)
 
@@ -434,7 +434,7 @@ def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_response(scri
 @SCRIPTS
 def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
     for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
-        given = built(script, monkeypatch, cuda, sleep=asked)
+        given = built(script, monkeypatch, cuda, vllm_sleep=asked)
         assert given["enable_sleep_mode"] == (cuda and asked != "off")
         assert given.get("enforce_eager", False) == (not cuda)
         assert given["max_num_seqs"] == (1024 if cuda else 128)

@@ -84,17 +84,26 @@ def unsupported(text: str = "no kernel for this model") -> Exception:
     return NotImplementedError(text)
 
 
-@pytest.mark.parametrize("when, builds", [("build", 1), ("push", 1), ("sample", 2)])
-def test_a_model_that_vllm_cannot_serve_is_refused_at_the_start(watch, capsys, when, builds):
-    """One line and exit code 2, without a second build if it cannot be built or pushed to."""
-    thread = Scripted(**{when: [unsupported("no kernel\nfor this model")] * 3})
+@pytest.mark.parametrize("when, kind, builds", [
+    ("build", NotImplementedError, 1),
+    ("push", NotImplementedError, 1),
+    ("sample", NotImplementedError, 1),
+    ("sample", AttributeError, 1),
+    ("sample", AssertionError, 1),
+    ("build", RuntimeError, 1),
+    ("sample", RuntimeError, 2),
+])  # fmt: skip
+def test_a_model_that_vllm_cannot_serve_is_refused_at_the_start(watch, capsys, when, kind, builds):
+    """One line and exit code 2; a second build only if the first sample failed for a reason that may pass."""
+    thread = Scripted(**{when: [kind("no kernel\nfor this model")] * 3})
     with pytest.raises(SystemExit) as end:
         engine = engine_of(thread, watch)
         engine.push(WEIGHTS)
         one_sample(engine)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert end.value.code == 2 and thread.built == builds
-    assert "NotImplementedError: no kernel for this model; use --rollout hf" in line
+    said = capsys.readouterr().err
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and thread.built == builds and ("Traceback" in said) == (builds > 1)
+    assert f"{kind.__name__}: no kernel for this model; use --rollout hf" in line
 
 
 def test_an_engine_that_is_killed_before_its_first_sample_is_built_again(watch, capsys):

@@ -230,7 +230,7 @@ def test_a_run_s_numbers_are_of_the_model_s_tokens(name, tiny, tmp_path, monkeyp
         return samples, metrics
 
     monkeypatch.setattr(script, "select", with_them)
-    flags = {"max_sampler_diff": 0.0, "eval_prompts": 0, "num_mini_batches": 2}
+    flags = {"max_logprob_diff": 0.0, "eval_prompts": 0, "num_mini_batches": 2}
     flags |= {"beta": 0.1, "kl_placement": "both", "learning_rate": 1e-2}
     args = tiny_args(tiny, tmp_path, name, **flags)
     with rebuild_batch.keeping({2: tmp_path / "batch"}):

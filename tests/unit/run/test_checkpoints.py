@@ -120,7 +120,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
             stage_1_and_2.DeepSpeedZeroOptimizer, "step", step_on_one_buffer if name == "deduped" else step
         )
         args = tiny_args(
-            tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_sampler_diff": 0.0, **changes}
+            tiny, tmp_path / name, script, **{**SMALL, "save_every": 2, "max_logprob_diff": 0.0, **changes}
         )
         run_here(args, script)
         folder = folder_of(args, script)
@@ -136,7 +136,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
 @pytest.mark.slow
 def test_bf16_masters_are_restored(tiny, tmp_path, monkeypatch):
     """bf16 weights alone would lose what the fp32 master weights hold; at this rate a bf16 weight rarely changes."""
-    changes = {"dtype": "bfloat16", "max_sampler_diff": 0.0, **SMALL, "learning_rate": 1e-5}
+    changes = {"dtype": "bfloat16", "max_logprob_diff": 0.0, **SMALL, "learning_rate": 1e-5}
     run_here(tiny_args(tiny, tmp_path / "straight", **changes))
     parts = tiny_args(tiny, tmp_path / "parts", **changes)
     interrupted(parts, monkeypatch, after=2)

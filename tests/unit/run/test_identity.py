@@ -275,7 +275,7 @@ ROUNDING = 1e-4
     [
         ({"gradient_checkpointing": True}, 0.0),
         pytest.param({"offload": ("ref",)}, 0.0, marks=pytest.mark.slow),
-        pytest.param({"max_sampler_diff": 0.0}, 0.0, marks=pytest.mark.slow),
+        pytest.param({"max_logprob_diff": 0.0}, 0.0, marks=pytest.mark.slow),
         ({"micro_batch_tokens": 160}, ROUNDING),
         pytest.param({"offload": ("optimizer",)}, ROUNDING, marks=pytest.mark.slow),
     ],

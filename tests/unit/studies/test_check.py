@@ -39,7 +39,7 @@ FOUND = {
     "flag no longer read": "--clip_higher",
     "bounds of the clip swapped": "--clip_lower",
     "standard deviation over the wrong axis": "rewards of other groups",
-    "entropy penalized": "--entropy_coeff",
+    "entropy penalized": "--entropy_coef",
     "importance weight not truncated": "--truncated_importance_sampling_ratio_cap",
     "importance weight inverted": "--truncated_importance_sampling_ratio_cap",
     "importance weight with gradient": "--truncated_importance_sampling_ratio_cap",

@@ -72,7 +72,7 @@ def test_a_rejection_is_one_line_without_a_traceback(tmp_path, text, code, expec
     "outcome, expected",
     [
         (
-            "rejected: sampler and trainer log-probs differ by 0.128 nats per token (engine 0; --max_sampler_diff: "
+            "rejected: sampler and trainer log-probs differ by 0.128 nats per token (engine 0; --max_logprob_diff: "
             "0.0001) before any training: vLLM computes this architecture differently; use --rollout hf",
             "rejected: log-probs differ by 0.128 nats before any training",
         ),

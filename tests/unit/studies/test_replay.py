@@ -465,7 +465,7 @@ LOSSES = {
     "beta=0.5": lambda p, v: clip(p, v) + 0.5 * unbiased(p, v),
     "loss_norm=sequence": by_sequence,
     "loss_norm=constant": by_constant,
-    "entropy_coeff=0.1": lambda p, v: of_run(p, v) - 0.1 * v["entropy"].sum() / p.count,
+    "entropy_coef=0.1": lambda p, v: of_run(p, v) - 0.1 * v["entropy"].sum() / p.count,
     "truncated_importance_sampling_ratio_cap=1.1": lambda p, v: weighted(p, v, importance(p).clamp(max=1.1)),
     "importance_sampling_mask='0.8 1.3'": lambda p, v: weighted(p, v, within(importance(p))),
     "advantage_normalization_type=leave_one_out": lambda p, v: (

@@ -92,7 +92,7 @@ def test_the_rate_follows_from_the_size_of_the_model(parameters, rates, monkeypa
         args = parsed("--model_name_or_path", "someone/model", *words)
         derived_defaults.fill(args, problems, [])
         assert args.learning_rate == 7e-6
-    args = parsed("--model_name_or_path", "someone/model", "--as", "verl", "--total_epochs", "2")
+    args = parsed("--model_name_or_path", "someone/model", "--preset", "verl", "--total_epochs", "2")
     derived_defaults.fill(args, problems, [])
     assert args.learning_rate == 1e-6 and args.total_steps == 28
     made = grpo.Args(model_name_or_path="someone/model")

@@ -101,9 +101,9 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
     model = qwen("Qwen/Qwen2.5-1.5B-Instruct")
     for card, remedy in (
         (80, None),
-        (48, "--gradient_checkpointing --sleep engine."),
-        (40, "--gradient_checkpointing --sleep engine."),
-        (24, "--gradient_checkpointing --sleep engine --offload optimizer."),
+        (48, "--gradient_checkpointing --vllm_sleep engine."),
+        (40, "--gradient_checkpointing --vllm_sleep engine."),
+        (24, "--gradient_checkpointing --vllm_sleep engine --offload optimizer."),
         (10, "give shorter lengths or more GPUs"),
     ):
         setting = memory.Setting(1, True, card * 1e9)
@@ -148,7 +148,7 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm.v1.executor.uniproc_executor", executors)
     for script in (grpo, ppo):
         args = script.Args(model_name_or_path=str(tmp_path), max_response_length=512, num_unique_prompts_rollout=64)
-        args.gradient_checkpointing, args.sleep = True, "engine"
+        args.gradient_checkpointing, args.vllm_sleep = True, "engine"
         script.build_vllm(args, torch.bfloat16, 0, 1)
         assert asked["gpu_memory_utilization"] == vllm_settings.engine_share(args, torch.bfloat16, 1) < 0.8
     assert vllm_settings.engine_share(grpo.Args(vllm_engines=1), torch.bfloat16, 1) == 0.9

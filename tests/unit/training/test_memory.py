@@ -133,7 +133,9 @@ def test_parts_are_parameters_times_bytes(changes, setting, expected):
 def test_a_process_of_the_engine_is_there_in_every_phase():
     """Also while the engine in it sleeps: the context of CUDA and the block of weights stay."""
     for sleep in ("off", "engine"):
-        apart, beside = (memory.predict(grpo.Args(sleep=sleep, engine_process=p), MODEL, GPU) for p in (True, False))
+        apart, beside = (
+            memory.predict(grpo.Args(vllm_sleep=sleep, engine_process=p), MODEL, GPU) for p in (True, False)
+        )
         added = {name: apart.phases[name] - beside.phases[name] for name in apart.phases}
         assert added == pytest.approx(dict.fromkeys(apart.phases, memory.CONTEXT + 2 * MODEL.parameters))
 
@@ -142,7 +144,7 @@ def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
     """Each takes out of the other's phase what it holds itself."""
     found = {}
     for sleep in ("off", "engine", "all"):
-        found[sleep] = memory.predict(grpo.Args(sleep=sleep), MODEL, GPU).phases
+        found[sleep] = memory.predict(grpo.Args(vllm_sleep=sleep), MODEL, GPU).phases
     assert found["off"]["training"] - found["engine"]["training"] == pytest.approx(0.4 * 80e9)
     assert found["engine"]["sampling"] - found["all"]["sampling"] == pytest.approx(14e9)
     assert found["engine"]["training"] == found["all"]["training"]

@@ -499,7 +499,7 @@ def test_the_state_of_a_moving_reference_is_whole(tmp_path):
 ], ids=str)  # fmt: skip
 def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch, changes):
     """Stopped after two of four steps and started again: the same KL to the reference, weights and reference."""
-    kl = {"beta": 0.1, "save_every": 4, "max_sampler_diff": 0.0, "log_samples": 16}
+    kl = {"beta": 0.1, "save_every": 4, "max_logprob_diff": 0.0, "log_samples": 16}
     small = {"total_steps": 4, "learning_rate": 1e-3, "eval_prompts": 0}
     straight = tiny_args(tiny, tmp_path / "straight", **kl, **small, **changes)
     run_here(straight)

@@ -1,0 +1,361 @@
+"""Run the GPU path on a fake CUDA device, part by part: ``make cuda-check``. docs/reference/gpu.md says what it proves.
+
+    .cuda/bin/python tests/fake_cuda/check.py                   every part; exit code 1 if one fails
+    .cuda/bin/python tests/fake_cuda/check.py backends runs     some of them
+    .cuda/bin/python tests/fake_cuda/check.py runs --only ppo   a part of them: some runs, or some cards
+    .cuda/bin/python tests/fake_cuda/check.py --write-golden    write golden/*.json anew; read the difference
+
+It needs the wheels of locks/cuda.txt (tests/fake_cuda/setup.sh installs them into .cuda), and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
+
+import build
+from helpers import TIMES, VERIFIERS, command, make_tiny, read_jsonl
+
+from runtime.system import process
+
+WORK = ROOT / ".cuda" / "check"
+GOLDEN = HERE / "golden"
+CACHES = ROOT / ".cuda" / "cache"
+TOLERANCE = 1e-5  # of a metric of the fake device and the CPU, relative to numbers above 1
+
+
+class Failed(Exception):
+    """A part found something wrong; the text says what."""
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+@functools.cache
+def replaced_names() -> list[str]:
+    """Return the names of the replaced libraries, in the order of preloading."""
+    return [library.name for library in build.libraries()]
+
+
+def environment(**card: str) -> dict[str, str]:
+    """The environment of a process that has the fake device: the stubs, caches of its own, and ``card``."""
+    folder = build.OUTPUT
+    settings = {
+        "LD_PRELOAD": " ".join(str(folder / name) for name in replaced_names()),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "TRITON_CACHE_DIR": str(CACHES / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(CACHES / "inductor"),
+        "VLLM_CACHE_ROOT": str(CACHES / "vllm"),
+    }
+    return without_device() | settings | {f"FAKE_CUDA_{name}".upper(): value for name, value in card.items()}
+
+
+def without_device() -> dict[str, str]:
+    """The environment of a process on the CPU, with the same wheels."""
+    # Without the last one Python would compile every file again in every process.
+    own = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "PYTHONDONTWRITEBYTECODE"}
+    clean = {name: value for name, value in os.environ.items() if name not in own}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja
+    return clean | {
+        "PATH": path,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def run(line: list[str], log: Path, variables: dict[str, str], timeout: float = 300) -> str:
+    """Run a program to its end and return what it printed; raise Failed with the last lines for an exit code."""
+    with open(log, "w") as out:
+        try:
+            done = subprocess.run(line, stdout=out, stderr=out, env=variables, cwd=ROOT, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise Failed(f"{log.stem} did not end within {timeout:.0f} s (log: {log})") from None
+    text = log.read_text(errors="replace")
+    if done.returncode != 0:
+        last = "\n".join(text.splitlines()[-12:])
+        raise Failed(f"{log.stem} ended with exit code {done.returncode} (log: {log})\n{last}")
+    return text
+
+
+def compare_golden(name: str, found: dict[str, dict], given: argparse.Namespace) -> str:
+    """Compare with golden/NAME.json, or write it; raise Failed with the lines that differ."""
+    file = GOLDEN / f"{name}.json"
+    golden = json.loads(file.read_text()) if file.exists() else {}
+    if given.write_golden:
+        golden = golden | found if given.only else found
+        file.write_text(json.dumps(golden, indent=1, sort_keys=True) + "\n")
+        return f"wrote {file.relative_to(ROOT)}"
+    if not given.only and golden.keys() != found.keys():
+        raise Failed(f"{file.relative_to(ROOT)} has other entries: {sorted(golden.keys() ^ found.keys())}")
+    known, text = (
+        json.dumps({key: table.get(key) for key in found}, indent=1, sort_keys=True) for table in (golden, found)
+    )
+    if text != known:
+        lines = difflib.unified_diff(known.splitlines(), text.splitlines(), "golden", "found", lineterm="", n=3)
+        raise Failed(f"differs from {file.relative_to(ROOT)}:\n" + "\n".join(list(lines)[:80]))
+    return f"as in {file.relative_to(ROOT)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def check_stubs(given: argparse.Namespace) -> str:
+    """Compile the stubs from the wheels' symbol tables; a function that is new is named."""
+    differences = build.build(given.write_golden)
+    if differences:
+        raise Failed("\n".join(differences))
+    imported = sum(len(names) for names in build.listed().values())
+    return f"{imported} imported functions of {len(build.libraries())} libraries"
+
+
+def check_device(given: argparse.Namespace) -> str:
+    """Try cards, counters, memory errors and the order of streams, with torch's own CUDA code."""
+    cards = ("75:16", "80:80", "89:24", "90:141", "100:178", "120:32")  # compute capability and GiB
+    text = run([sys.executable, str(HERE / "device.py"), *cards], WORK / "device.log", environment())
+    return text.splitlines()[-1]
+
+
+def check_backends(given: argparse.Namespace) -> str:
+    """Compare the choices of trainer and engine on seven cards with the golden table."""
+    file = WORK / "backends.json"
+    line = [sys.executable, str(HERE / "backends.py"), str(file), *given.only]
+    run(line, WORK / "backends.log", environment(), 500)
+    found = json.loads(file.read_text())
+    for card, row in found.items():
+        if card.endswith(" with nvcc") and row != found[card.replace(" with ", " without ")]:
+            raise Failed(f"the engine on {card} depends on nvcc: {row}")
+    return f"{len(found)} rows, {compare_golden('backends', found, given)}"
+
+
+# Flags of whole runs next to the CPU's: fp32, so that both are one computation but for the order of sums.
+SHARED = [
+    *("--attn_implementation", "sdpa", "--batch_layout", "shared", "--eval_every", "0"),
+    *("--micro_batch_tokens", "136"),
+]
+RUNS = {
+    "grpo": ("grpo", ["--num_mini_batches", "2", "--beta", "0.1", "--entropy_coef", "0.05"]),
+    "grpo-zero3": (
+        "grpo",
+        [
+            *("--zero_stage", "3", "--num_mini_batches", "2", "--offload", "ref", "--beta", "0.1"),
+            *("--kl_placement", "both", "--kl_reward_norm", "before_norm"),
+        ],
+    ),
+    "grpo-offload": ("grpo", ["--offload", "optimizer"]),
+    # Gradients of the entropy alone: those of a random model's policy overflow at the scaler's first factors.
+    "grpo-float16": ("grpo", ["--dtype", "float16", "--entropy_coef", "0.01", "--verifier", f"{VERIFIERS}:zero"]),
+    "ppo": ("ppo", ["--num_mini_batches", "2", "--beta", "0.1"]),
+}
+# Next to fp32 on the CPU, where DeepSpeed has no training in float16; on the same tokens, which sampling would change.
+PARTITIONED = ("grpo-zero3", "grpo-offload")  # DeepSpeed waits for the gradients that it moves, in every micro-batch
+EXPECTED_LOOSE = {"grpo-float16": 3e-2}
+
+
+def tiny_model() -> Path:
+    """Return a random model of two layers, made once."""
+    folder = WORK / "tiny"
+    if not (folder / "config.json").exists():
+        make_tiny(folder)
+    return folder
+
+
+def run_pair(name: str, tiny: Path, with_cpu: bool) -> tuple[dict, dict, dict]:
+    """Run a script on the fake device and on the CPU: the last metrics of both, and the log of the device."""
+    script, more = RUNS[name]
+    folder = WORK / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    record = folder / "log.json"
+    variables = environment(order="1", log=str(record))
+    if "--offload" in more and "optimizer" in more:  # as a launcher starts several ranks
+        variables["TORCHELASTIC_RUN_ID"] = "fake"
+    loose = name in EXPECTED_LOOSE
+    library = "fake_cuda.fixed_samples" if loose else "fake_cuda.operators"
+    line = command(tiny, folder / "gpu", *SHARED, *more, "--external_lib", library, script=script)
+    run(line, folder / "gpu.log", variables)
+    if not with_cpu:
+        return {}, {}, json.loads(record.read_text())
+    line = command(tiny, folder / "cpu", *SHARED, *more, script=script)
+    if loose:
+        line += ["--external_lib", library, "--dtype", "float32"]
+    run(line, folder / "cpu.log", without_device() | {"CUDA_VISIBLE_DEVICES": ""})
+    found = [read_jsonl(folder / device / "run" / "metrics.jsonl")[-1] for device in ("gpu", "cpu")]
+    return *found, json.loads(record.read_text())
+
+
+def compare_metrics(name: str, gpu: dict, cpu: dict) -> list[str]:
+    """Return a line per metric: both values, their difference, and a mark where it is above the tolerance."""
+    lines = []
+    limit = EXPECTED_LOOSE.get(name, TOLERANCE)
+    floor = 1e-3 if name in EXPECTED_LOOSE else 1.0  # below it a difference is not relative
+    for metric in sorted({*gpu, *cpu}):
+        if metric.startswith(TIMES):
+            continue
+        a, b = gpu.get(metric), cpu.get(metric)
+        both = isinstance(a, int | float) and isinstance(b, int | float)
+        difference = abs(a - b) if both else (0.0 if a == b else float("inf"))
+        mark = "DIFFERENT" if difference > limit * max(floor, abs(b) if both else 0.0) else ""
+        lines.append(f"{metric:34} {a!s:>24} {b!s:>24} {difference:9.1e} {mark}".rstrip())
+    return lines
+
+
+def whole_runs(given: argparse.Namespace) -> dict[str, tuple[dict, dict, dict]]:
+    """Return the pairs of RUNS, two at a time, once per call of this program; raise Failed if some failed.
+
+    Without the part ``runs``, which compares them, there are no runs on the CPU.
+    """
+    if not whole_runs.made:
+        tiny = tiny_model()
+        names = [name for name in RUNS if not given.only or name in given.only]
+        with ThreadPoolExecutor(2) as pool:
+            with_cpu = "runs" in (given.parts or PARTS)
+            pairs = {name: pool.submit(run_pair, name, tiny, with_cpu) for name in names}
+        whole_runs.made = {name: pair.exception() or pair.result() for name, pair in pairs.items()}
+    failures = [pair for pair in whole_runs.made.values() if isinstance(pair, Exception)]
+    if failures:
+        raise Failed("\n".join(map(str, failures)))
+    return whole_runs.made
+
+
+whole_runs.made = {}
+
+
+def check_runs(given: argparse.Namespace) -> str:
+    """Compare every metric of whole runs on the fake device with the same runs on the CPU."""
+    wrong = []
+    counted = 0
+    for name, (gpu, cpu, _) in whole_runs(given).items():
+        lines = compare_metrics(name, gpu, cpu)
+        table = "\n".join([f"{'metric':34} {'fake GPU':>24} {'CPU':>24} {'difference':>9}", *lines])
+        (WORK / name / "metrics.txt").write_text(table + "\n")
+        print(f"\n{name}, last step\n{table}", flush=True)
+        counted += len(lines)
+        bad = [line for line in lines if line.endswith("DIFFERENT")]
+        if bad:
+            wrong.append(f"{name}: {len(bad)} of {len(lines)} metrics differ:\n" + "\n".join(bad))
+    if wrong:
+        raise Failed("\n".join(wrong))
+    return f"{len(whole_runs(given))} pairs of runs, {counted} metrics"
+
+
+def check_waits(given: argparse.Namespace) -> str:
+    """Compare what waits for the GPU in each phase of a step with the golden table."""
+    names = ("waits", "micro_batches", "attention")
+    found = {run: {name: log[name] for name in names} for run, (_, _, log) in whole_runs(given).items()}
+    inner = {run: row["waits"].get("update, inner micro-batches", {}) for run, row in found.items()}
+    waiting = {run: places for run, places in inner.items() if places and run not in PARTITIONED}
+    if waiting:
+        raise Failed(f"micro-batches before the last one of an optimizer step wait for the GPU: {json.dumps(waiting)}")
+    cores = max(1, int(process.usable_cores()))
+    for name, (_, _, log) in whole_runs(given).items():
+        if name == "grpo-offload" and log["threads"] != cores:
+            raise Failed(f"{name}: under a launcher its optimizer steps with {log['threads']} threads of {cores} cores")
+    return compare_golden("waits", found, given)
+
+
+def check_memory(given: argparse.Namespace) -> str:
+    """Compare the memory of a 0.5B model by torch's CUDA allocator with the bound, and end where a card is smaller."""
+    file = WORK / "memory.json"
+    line = [sys.executable, str(HERE / "memory_bound.py"), "24", "sdpa", "8192", str(file)]
+    run(line, WORK / "memory.log", environment(), 500)
+    found = json.loads(file.read_text())
+    words = f"peak {found['peak']:.2f} GiB, bound {found['bound']:.2f} GiB"
+    if not 0.7 * found["bound"] < found["peak"] < found["bound"]:
+        raise Failed(f"{words}: the bound that a run prints is exceeded, or says nothing")
+    waiting = [row for row in found["micro_batches"] if not row[0] and sum(row[3:])]
+    if waiting:
+        raise Failed(f"micro-batches wait for the GPU (last one, launches, products, waits, copies): {waiting}")
+    small = 0.9 * found["peak"]
+    try:
+        run(line, WORK / "memory-small.log", environment(gib=f"{small:.2f}"), 500)
+    except Failed as error:
+        if "OutOfMemoryError" not in str(error):
+            raise
+    else:
+        raise Failed(f"a card of {small:.2f} GiB is large enough, although the peak is {found['peak']:.2f} GiB")
+    return f"{words}; out of memory on a card of {small:.2f} GiB"
+
+
+def check_engine(given: argparse.Namespace) -> str:
+    """Build vLLM's CUDA engine, push weights twice, and let it sleep in between."""
+    file = WORK / "engine.json"
+    line = [sys.executable, str(HERE / "engine_thread.py"), str(tiny_model()), str(file)]
+    run(line, WORK / "engine.log", environment(order="1"), 550)
+    found = json.loads(file.read_text())
+    wrong = [name for name in ("forbidden", "races") if found[name]]
+    if found["captures"] < 10 or not found["threads kept"]:
+        wrong.append("captures or threads")
+    if any(abs(engine - trainer) > 1e-6 * trainer for engine, trainer, _ in found["pushes"]):
+        wrong.append("an engine's weights are not those that were pushed")
+    if found["asleep"] - found["trainer alone"] > 0.02 * (found["awake"] - found["trainer alone"]):
+        wrong.append("an engine that sleeps keeps its memory")
+    if wrong:
+        raise Failed(f"{'; '.join(wrong)}: {json.dumps(found)}")
+    return f"{found['captures']} captures, {found['awake']:.1f} GiB awake, {found['asleep']:.2f} GiB asleep"
+
+
+def check_kernels(given: argparse.Namespace) -> str:
+    """Compile FlexAttention's kernels for four cards."""
+    cards = [card for card in ("80", "89", "90", "120") if not given.only or card in given.only]
+    lines = []
+    for card in cards:
+        line = [sys.executable, str(HERE / "kernels.py"), "64"]
+        text = run(line, WORK / f"kernels-{card}.log", environment(capability=card), 500)
+        lines.append(text.splitlines()[-1])
+    return "; ".join(lines)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
+    "stubs": check_stubs,
+    "device": check_device,
+    "backends": check_backends,
+    "runs": check_runs,
+    "waits": check_waits,
+    "memory": check_memory,
+    "engine": check_engine,
+    "kernels": check_kernels,
+}
+
+
+def main() -> int:
+    """Run the parts that the command line names, and print how each ended."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--only", nargs="+", default=[], help="runs (grpo ppo ...) or cards (9.0 10.0 ...)")
+    parser.add_argument("--write-golden", action="store_true", help="write golden/*.json and imports.txt anew")
+    given = parser.parse_args()
+    WORK.mkdir(parents=True, exist_ok=True)
+    ends = []
+    for name in given.parts or PARTS:
+        started = time.monotonic()
+        try:
+            words, failed = PARTS[name](given), False
+        except Failed as error:
+            words, failed = str(error), True
+        ends.append((name, time.monotonic() - started, failed, words))
+        print(f"{name:10} {ends[-1][1]:6.0f} s  {'FAILED' if failed else 'passed'}  {words}", flush=True)
+    print(f"\n{sum(seconds for _, seconds, _, _ in ends):.0f} s in all; log files: {WORK.relative_to(ROOT)}")
+    for name, _, failed, words in ends:
+        print(f"{name:10} {'FAILED: ' + words.splitlines()[0] if failed else 'passed'}")
+    return int(any(failed for _, _, failed, _ in ends))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

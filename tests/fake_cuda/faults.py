@@ -1,0 +1,172 @@
+"""Put known faults into a copy of the project, one at a time, and show that a part of check.py notices each.
+
+    .cuda/bin/python tests/fake_cuda/faults.py                  every fault; exit code 1 if one goes unnoticed
+    .cuda/bin/python tests/fake_cuda/faults.py "cuDNN"          those whose names contain a text
+
+A fault is (its name, file, text, text in its place, part of check.py, words of that part's failure).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SETTINGS, ZERO, BATCHING = (
+    "runtime/engine/vllm_settings.py",
+    "runtime/training/deepspeed_zero.py",
+    "runtime/training/batching.py",
+)
+PINNED = "moved[name] = value.pin_memory().to(device, non_blocking=True)\n"
+SIDE_STREAM = f"""with torch.cuda.stream(torch.cuda.Stream()):
+                    {PINNED}"""
+Fault = tuple[str, str, str, str, str, str]
+FAULTS: list[Fault] = [
+    (
+        "an imported function that the fake device lacks",
+        "tests/fake_cuda/golden/imports.txt",
+        "libcudart.so.13 cudaGraphDebugDotPrint\n",
+        "",
+        "stubs",
+        "imports cudaGraphDebugDotPrint of libcudart.so.13",
+    ),
+    (
+        "memory without an end",
+        "tests/fake_cuda/stubs/device.c",
+        "if (bytes > fake_free()) {",
+        "if (0) {",
+        "stubs device",
+        "a card gave more memory than it has",
+    ),
+    (
+        "cuDNN attention where vLLM is not imported",
+        "runtime/training/pretrained.py",
+        "    torch.backends.cuda.enable_cudnn_sdp(False)\n",
+        "",
+        "backends --only 9.0",
+        '"plain": "cudnn"',
+    ),
+    (
+        "CUDA graphs up to 512 sequences",
+        SETTINGS,
+        "        usual |= graph_size(args, sizes.vllm_max_num_seqs, world_size)\n",
+        "        pass\n",
+        "backends --only 9.0",
+        '"largest_graph": 512',
+    ),
+    (
+        "an attention backend that depends on nvcc",
+        SETTINGS,
+        "        usual |= attention_backend(args, dtype)\n",
+        "",
+        "backends --only 10.0",
+        "depends on nvcc",
+    ),
+    (
+        "an offloaded optimizer with one thread",
+        ZERO,
+        "        torch.set_num_threads(offload_threads())\n",
+        "        pass\n",
+        "waits --only grpo-offload",
+        "steps with 1 threads",
+    ),
+    (
+        "a CPU index of a product's gather",
+        "utils.py",
+        "x_BV.gather(-1, targets_B[:, None])",
+        "x_BV.gather(-1, targets_B[:, None].cpu())",
+        "waits --only grpo",
+        "Expected all tensors to be on the same device",
+    ),
+    (
+        "a CPU index of a CUDA tensor in every micro-batch",
+        "grpo.py",
+        "sampler_T=sampler_N[mb.tokens],",
+        "sampler_T=sampler_N[mb.tokens.cpu()],",
+        "waits --only grpo",
+        "wait for the GPU",
+    ),
+    (
+        "a pageable copy in the inner loop",
+        BATCHING,
+        PINNED,
+        "moved[name] = value.to(device)\n",
+        "waits --only grpo",
+        "pageable copy to the GPU",
+    ),
+    (
+        "a number read from the GPU in the inner loop",
+        "utils.py",
+        "        self.maxima = torch.maximum(self.maxima, seen.amax(1))\n",
+        "        self.maxima = torch.maximum(self.maxima, seen.amax(1))\n        self.maxima[0].item()\n",
+        "waits --only grpo",
+        "item utils.py:add",
+    ),
+    (
+        "a phase that does not wait for the GPU before weights change hands",
+        "utils.py",
+        "        self.inside = True\n        deepspeed_zero.finish_gpu_work()\n",
+        "        self.inside = True\n",
+        "waits --only grpo",
+        "device utils.py:__call__",
+    ),
+    ("a wrong stream", BATCHING, PINNED, SIDE_STREAM, "waits --only grpo", "no order of streams"),
+]
+
+
+def copy_project(folder: Path) -> None:
+    """Copy the tracked files, and link what .cuda has but for what check.py writes there."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file() and not name.startswith("docs/"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / ".cuda").mkdir()
+    for path in (ROOT / ".cuda").iterdir():
+        if path.name not in ("check", "fake"):
+            (folder / ".cuda" / path.name).symlink_to(path)
+    for part in ("fake", "check/tiny"):
+        if (ROOT / ".cuda" / part).exists():
+            shutil.copytree(ROOT / ".cuda" / part, folder / ".cuda" / part)
+
+
+def unnoticed(fault: Fault) -> str:
+    """Try one fault: "" if its part failed with the expected words, else what happened."""
+    _, file, old, new, part, words = fault
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        copy_project(folder)
+        text = (folder / file).read_text()
+        if old not in text:
+            return f"{file} no longer has {old!r}"
+        (folder / file).write_text(text.replace(old, new, 1))
+        program = folder / "tests" / "fake_cuda" / "check.py"
+        line = [sys.executable, str(program), *part.split()]
+        done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+        if done.returncode == 0:
+            return f"check.py {part} passed"
+        if words not in done.stdout:
+            return f"check.py {part} failed without {words!r}:\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
+    return ""
+
+
+def main() -> int:
+    """Try the faults that the command line names, or all."""
+    wrong = 0
+    for fault in FAULTS:
+        if sys.argv[1:] and not any(text in fault[0] for text in sys.argv[1:]):
+            continue
+        started = time.monotonic()
+        problem = unnoticed(fault)
+        wrong += bool(problem)
+        seconds = time.monotonic() - started
+        print(f"{'NOT NOTICED' if problem else 'noticed':12} {seconds:4.0f} s  {fault[0]}  {problem}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

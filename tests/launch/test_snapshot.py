@@ -1,0 +1,173 @@
+"""scripts/submit_snapshot.py: the copy of the code in which a job runs, and how many file operations it takes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import submit_snapshot
+from helpers import ROOT
+from submitted_jobs import SUBMIT
+
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+
+
+def repository(folder: Path, **files: str) -> Path:
+    """A repository with one commit of these files; __ in a name stands for a slash, and _ for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one", "--allow-empty"]):
+        subprocess.run([*GIT, *words], cwd=folder, check=True)
+    return folder
+
+
+def copy_of(folder: Path, *named: str) -> tuple[Path, list[str]]:
+    """(the copy of a folder's code, the files that were copied and not linked)."""
+    copy = folder.parent / "job" / "code"
+    submit_snapshot.take(folder, copy, submit_snapshot.code_files(folder, named), [])
+    return copy, (copy.parent / "code.files").read_text().split()
+
+
+def test_copied_and_linked(tmp_path):
+    """Tracked files are copied with their mode, new code too; what is ignored, large, or no code is a link."""
+    here = repository(tmp_path / "here", a_py="1", pkg__b_py="2", _gitignore="out/\nskip.py\n", pkg__image_png="x")
+    (here / "a.py").chmod(0o755)
+    (here / "new.py").write_text("3")
+    (here / "pkg" / "new.sh").write_text("4")
+    (here / "notes.txt").write_text("no code")
+    (here / "skip.py").write_text("ignored")
+    (here / "out").mkdir()
+    (here / "large.py").write_text("#" * (submit_snapshot.LARGEST + 1))
+    (here / "pkg" / "__pycache__").mkdir()
+    copy, copied = copy_of(here)
+    assert copied == ["./.gitignore", "./a.py", "./new.py", "./pkg/b.py", "./pkg/new.sh"]
+    links = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_symlink()}
+    assert links == {"notes.txt", "skip.py", "out", "large.py", "pkg/image.png"}
+    assert not (copy / ".git").exists() and not (copy / "pkg" / "__pycache__").exists()
+    assert os.access(copy / "a.py", os.X_OK) and not os.access(copy / "new.py", os.X_OK)
+    for name in ("a.py", "pkg/b.py"):
+        (here / name).write_text("edited")
+    assert (copy / "a.py").read_text() + (copy / "pkg" / "b.py").read_text() == "12"
+
+
+def test_a_named_script_is_copied_but_not_a_folder_of_results(tmp_path):
+    """A script that git ignores comes along; a file in runs/ does not, or the copy would have a runs/ of its own."""
+    here = repository(tmp_path / "here", _gitignore="*.py\nruns/\n")
+    (here / "mine.py").write_text("1")
+    (here / "runs" / "a").mkdir(parents=True)
+    (here / "runs" / "a" / "config.yaml").write_text("2")
+    copy, copied = copy_of(here, "mine.py", "runs/a/config.yaml")
+    assert copied == ["./.gitignore", "./mine.py"] and (copy / "runs").is_symlink()
+
+
+def test_links_deleted_files_and_submodules(tmp_path):
+    """A tracked link stays one, and leads out where it led out; a deleted file is left out; submodules are copied."""
+    other = repository(tmp_path / "other", lib_py="5")
+    here = repository(tmp_path / "here", a_py="1", gone_py="2")
+    (tmp_path / "outside.py").write_text("6")
+    (here / "inner.py").symlink_to("a.py")
+    (here / "outer.py").symlink_to("../outside.py")
+    (here / "nowhere.py").symlink_to("none")
+    subprocess.run([*GIT, "submodule", "add", "-q", str(other), "sub"], cwd=here, check=True, capture_output=True)
+    subprocess.run([*GIT, "add", "."], cwd=here, check=True)
+    (here / "gone.py").unlink()
+    copy, copied = copy_of(here)
+    assert copied == ["./.gitmodules", "./a.py", "./inner.py", "./outer.py", "./sub/lib.py"]
+    assert os.readlink(copy / "inner.py") == "a.py" and os.readlink(copy / "outer.py") == str(tmp_path / "outside.py")
+    assert not (copy / "gone.py").exists() and not (copy / "sub" / "lib.py").is_symlink()
+
+
+def test_without_git(tmp_path):
+    """Every file of code outside environments, hidden folders, runs and models."""
+    here = tmp_path / "here"
+    for name in ("a.py", "pkg/b.sh", "data.txt", ".hidden/c.py", "runs/d.py", "env/e.py"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text("")
+    (here / "env" / "pyvenv.cfg").write_text("")
+    copy, copied = copy_of(here)
+    assert copied == ["./a.py", "./pkg/b.sh"] and (copy / "runs").is_symlink() and (copy / "data.txt").is_symlink()
+
+
+def test_too_many_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(submit_snapshot, "MOST", 2)
+    here = repository(tmp_path / "here", a_py="", b_py="", c_py="")
+    with pytest.raises(ValueError, match="has more than 2 files of code"):
+        submit_snapshot.code_files(here, [])
+
+
+def submitted(here: Path, run_dir: str, *command: str) -> Path:
+    """The script of a job on Slurm that has not begun."""
+    (here.parent / "sbatch").write_text("#!/bin/sh\necho 17\n")
+    (here.parent / "sbatch").chmod(0o755)
+    env = os.environ | {"PATH": f"{here.parent}:{os.environ['PATH']}"}
+    words = [*SUBMIT, "--backend", "slurm", "--run_dir", run_dir, "--", *command]
+    subprocess.run(words, cwd=here, env=env, check=True, capture_output=True)
+    return next((here / run_dir).glob("*/job.sh"))
+
+
+def test_what_comes_and_what_stays(tmp_path):
+    """Files that appear before the start are linked, edits do not reach the job, and its new files come back."""
+    here = repository(tmp_path / "here", a_py="print('old')", pkg__b_py="")
+    program = "python3 a.py; cat late.txt 'pkg/two words.txt' late/c.txt; echo new >pkg/new.txt; echo x >>a.py"
+    script = submitted(here, "job", "bash", "-c", program)
+    (here / "a.py").write_text("print('edited')")
+    (here / "late").mkdir()
+    for name in ("late.txt", "pkg/two words.txt", "late/c.txt"):
+        (here / name).write_text(f"{name}\n")
+    env = os.environ | {"SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for _ in range(2):  # as after a preemption
+        for mark in script.parent.glob("finished.*"):
+            mark.unlink()
+        done = subprocess.run(["bash", script], cwd=here, env=env, capture_output=True, text=True, timeout=60)
+        lines = ["old", "late.txt", "pkg/two words.txt", "late/c.txt"]
+        assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
+        (script.parent / "code" / "a.py").write_text("print('old')")
+    assert (here / "pkg" / "new.txt").read_text() == "new\n" and (here / "a.py").read_text() == "print('edited')"
+
+
+def operations(folder: Path, line: list[str], log: Path, env: dict[str, str]) -> int:
+    """The system calls of a command, and of what it starts, on files in ``folder``, in which it runs."""
+    words = ["strace", "-f", "-qq", "-y", "-e", "trace=file,desc", "-o", str(log), *line]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    inside = re.compile(rf'\d+ +\w+\(([^"]*<{folder}/|.*"{folder}/|(AT_FDCWD[^"]*)?"[^/"][^"]*"[,)])')
+    return sum(bool(inside.match(line)) for line in log.read_text(errors="replace").splitlines())
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
+def test_the_number_of_file_operations(tmp_path):
+    """Of a submission of this project's size: a shared disk takes tens of milliseconds for each.
+
+    Seven for a file that is copied, one to compare it with the commit, and what it takes to start.
+    """
+    here = repository(tmp_path / "here")
+    for part in ("scripts", "runtime/system"):
+        shutil.copytree(ROOT / part, here / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (here / "runtime" / "__init__.py").touch()
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 17\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    counts = []
+    for files in (0, 300):
+        for number in range(files):
+            place = here / "pkg" / f"part{number % 20}"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"module{number}.py").write_text(f"x = {number}\n")
+            os.utime(place / f"module{number}.py", (0, 0))  # git reads a file that is as new as its index
+        for words in (["add", "scripts", "runtime", "pkg"][: 3 + (files > 0)], ["commit", "-qm", "two"], ["status"]):
+            subprocess.run([*GIT, *words], cwd=here, check=True, capture_output=True)
+        line = [sys.executable, "scripts/submit.py", "--backend", "slurm", "--run_dir", f"r{files}", "--", "true"]
+        counts.append(operations(here, line, tmp_path / "log", env))
+        copied = next((here / f"r{files}").glob("*/code.files")).read_text()
+        assert ("./pkg/part0/module20.py" in copied) == (files > 0) and "./r0/" not in copied
+    per_file = (counts[1] - counts[0]) / 300
+    print(f"{counts[0]} operations without files, {per_file:.1f} for each of 300 files in 20 folders")
+    assert per_file < 10 and counts[0] < 1500
