@@ -360,7 +360,7 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
     if path not in user_files.texts and not Path(path).is_file():
         raise ValueError(f"no file {path!r} to take the verifier {function!r} from")
     if not path.endswith(".py"):
-        raise ValueError(f"the file {path!r} is not named as Python's are; rename it to {path}.py")
+        raise ValueError(f"the file {path!r} must have the extension .py; rename it to {path}.py")
     try:
         found = getattr(user_files.load(path), function, None)
     except (Exception, SystemExit) as error:  # whatever the user's file raises
@@ -463,7 +463,7 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 
 
 def check_reward_args(args) -> None:
-    """Refuse verifiers that do not exist and weights that mean nothing: exit code 2."""
+    """Reject verifiers that do not exist and weights that mean nothing: exit code 2."""
     code_of_run()
     episodes.check(args)
     sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
@@ -594,7 +594,7 @@ def shape_reward(sample, found: Reward, args) -> None:
 
 
 def check_control(args) -> None:
-    """Refuse a --reward_control through which the verifier's score would still be learned from: exit code 2."""
+    """Reject a --reward_control through which the verifier's score would still be learned from: exit code 2."""
     if args.reward_control == "none":
         return
     generated = args.num_unique_prompts_rollout * (args.generation_size or args.num_samples_per_prompt_rollout)
@@ -782,7 +782,7 @@ class Verifiers:
         return samples
 
     def _check_format(self, problems: list) -> None:
-        """Refuse --reward_control format where a verifier, asked about a truth, has no part of this name."""
+        """Reject --reward_control format where a verifier, asked about a truth, has no part of this name."""
         first = {problem.verifier: problem for problem in reversed(problems)}
         first.pop("environment", None)  # which has no parts before its first episode
         futures = {}

@@ -415,7 +415,7 @@ LAYOUTS = ("shared", "padded", "packed")
 
 
 def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> None:
-    """Refuse a model whose log-probs in this layout are not those of its own plain forward pass.
+    """Reject a model whose log-probs in this layout are not those of its own plain forward pass.
 
     Catches what a shorter path would silently get wrong: layers that ignore positions or a 4-D mask (linear attention,
     convolutions), unknown changes of the logits after the head, masks that do not keep packed rows apart.
@@ -445,7 +445,7 @@ def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) ->
 
 
 def check_rotary(config, longest: int) -> None:
-    """Refuse rows so long that rotary embeddings would depend on what else is in the batch.
+    """Reject rows so long that rotary embeddings would depend on what else is in the batch.
 
     ``longrope`` (Phi-3) and ``dynamic`` choose their frequencies by the longest sequence of a forward pass, and change
     them beyond the length of pre-training. Exits with code 2.

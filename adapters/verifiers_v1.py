@@ -47,7 +47,7 @@ class Play:
         return self.asked()
 
     def get_reward(self) -> float:
-        """The environment's. One that is still asking is refused an answer, so that it can clean up."""
+        """The environment's. One that is still asking gets no answer, so that it can clean up."""
         if not self.over:
             self.answers.put(None)
             self.questions.get()

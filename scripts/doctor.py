@@ -21,7 +21,7 @@ from plot import find_runs
 
 from runtime.run.doctor import RULES, Case, examine
 from runtime.run.run_files import control_of
-from runtime.run.verdict import NOT_LEARNED, outcome_of
+from runtime.run.verdict import NOT_LEARNED, read_verdict
 
 UNLEARNED = 3  # the exit code where a finished run did not learn
 
@@ -35,7 +35,7 @@ def main() -> int:
         case = Case.of(folder)
         findings = examine(case)
         sick = sick or bool(findings)
-        outcome = outcome_of(folder)
+        outcome = (read_verdict(folder) or {}).get("outcome")
         unlearned = unlearned or outcome == NOT_LEARNED
         print(f"{folder}: {len(case.metrics)} steps, {len(findings) or 'no'} finding(s) by {len(RULES)} rules")
         if control := control_of(case.metrics[-1]):

@@ -5,19 +5,22 @@
     python scripts/evaluate.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k_test.jsonl \\
         --eval_prompts 200 --eval_temperature 0 --max_prompt_length 512 --max_response_length 512
 
-Takes the flags that every run has (arguments/flags.py), with --run all those of its script. Without --run, or with
-other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of them). Two more flags:
+Without --run, or with other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of
+them). The flags below are those of a run that affect an evaluation; with --run the script's own flags are added. Flags
+of training are accepted with a warning, so that the flags of a training command can be pasted. Three more flags:
 
-    --run FOLDER       take script, arguments, model and held-out problems from this run; flags given here override its
-                       own. Its script's own vllm_thread and collect answer, so a copy with a tool has its tool; one
-                       that has changed since the run is refused, unless --accept_changed_code
-    --output FILE      all samples, as JSON lines. Default: eval_samples.jsonl in the run's folder, or --output_dir
+    --run FOLDER            use the script, arguments, model and held-out problems of this run; flags given here
+                            override its own. The script's own vllm_thread and collect generate the responses, so a copy
+                            with a tool has its tool
+    --accept_changed_code   evaluate with the script as it is now if it has changed since the run; default: an error
+    --output FILE           write all samples to FILE, as JSON lines. Default: eval_samples.jsonl in the run's folder,
+                            or --output_dir
 
-Prints a table with 95 % intervals of pass@1: Wilson's score interval, which is wider where responses to one problem are
-alike. The column reward, of graded rewards, is their mean before shaping. Beside pass@1, which is as strict as the
-verifier, two rates tell a gain in format from one in answers. lenient also counts responses whose last number is the
-truth, boxed or not, ended or truncated; format is the mean of the verifier's part of that name. A dash: a truth is no
-number, or no verifier has that part.
+Prints a table with 95 % intervals of pass@1: Wilson's score interval, which is wider where several responses to one
+problem are equally right or wrong. The column reward, of graded rewards, is their mean before shaping. Next to pass@1,
+which is as strict as the verifier, two rates tell a gain in format from one in answers. lenient also counts responses
+whose last number is the ground truth, boxed or not, ended or truncated; format is the mean of the verifier's part of
+that name. A dash means that a ground truth is no number, or that no verifier has that part.
 
 Several processes (accelerate launch) share the problems, each with its own engine.
 """
@@ -29,6 +32,7 @@ import dataclasses
 import importlib
 import json
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -52,6 +56,17 @@ from runtime.system import process
 from runtime.system.redaction import HIDDEN
 from runtime.training import model_files
 
+# Flags of training. They change nothing in an evaluation, so --help leaves them out.
+TRAINING = (
+    *("eval_every", "save_every", "save_minutes", "keep_checkpoints", "resume", "run_name", "overwrite", "dry_run"),
+    "temperature",  # --eval_temperature counts
+    *("track", "log_samples", "gradient_checkpointing", "eval_dataset", "generation_size", "dynamic_sampling_rounds"),
+    *("dataset_filter", "reward_control", "check_verifier_status", "reward_scaling", "reward_bias", "max_reward_clip"),
+    *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_logprob_diff", "engine_process"),
+    *("vllm_engines", "vllm_tensor_parallel_size", "vllm_sleep", "micro_batch_tokens", "batch_layout", "zero_stage"),
+    *("offload", "num_unique_prompts_rollout"),
+)
+
 
 @dataclass
 class Args(RunFlags):
@@ -60,6 +75,29 @@ class Args(RunFlags):
     eval_samples: int = 1
     """Responses per problem."""
     num_unique_prompts_rollout: tyro.conf.Suppress[int] = 1  # what a run's split must leave for training
+
+
+def without_training(defaults: RunFlags) -> RunFlags:
+    """Return the same arguments, of a class whose --help leaves out the flags of training."""
+    kind = type(defaults)
+    hints = typing.get_type_hints(kind, include_extras=True)
+    hidden = {name: tyro.conf.Suppress[hints[name]] for name in TRAINING}
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    again = {
+        name: dataclasses.field(default=fields[name].default, default_factory=fields[name].default_factory)
+        for name in TRAINING
+    }
+    shown = dataclass(type(kind.__name__, (kind,), {"__annotations__": hidden, "__doc__": kind.__doc__, **again}))
+    return shown(**{name: getattr(defaults, name) for name in fields})
+
+
+def warn_of_training(words: list[str]) -> None:
+    """Warn of flags that the command sets although they change nothing here. Errors of --control etc. come later."""
+    names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
+    needless = [f"--{name}" for name in names if name.removeprefix("no_") in TRAINING]
+    needless = [flag for flag in needless if flag not in ("--reward_control", "--eval_dataset")]  # errors of their own
+    if needless and process.rank() == 0:
+        print(f"warning: {', '.join(needless)}: no effect in an evaluation, which does not train", file=sys.stderr)
 
 
 def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
@@ -75,13 +113,16 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
     if given.run is not None:
         config, script = find_run(given.run)
         defaults = arguments_of_run(given.run, script, config["args"])
+    if {"-h", "--help"} & set(words):
+        defaults = without_training(defaults)
     args = flags.parse(type(defaults), __doc__, words, defaults)
+    warn_of_training(words)
     args.recorded_choices = config.get("resolved", {})  # the run's dtype, also on a machine that would choose another
     if given.run is not None:
         check_code(given.run, config, defaults, given.accept_changed_code)
         unknown = [f"--{name}" for name, value in vars(args).items() if value == HIDDEN]
         if unknown:
-            process.refuse(f"{', '.join(unknown)}: a secret, which the run did not write down; give it here as well")
+            process.refuse(f"{', '.join(unknown)}: a secret, which is not recorded in config.json; pass it here")
     if args.engine_args.get("load_format") == "dummy":
         process.refuse(
             "--vllm_args: load_format dummy: nothing trains here and would push the real weights; leave it out"
@@ -109,7 +150,8 @@ def find_run(folder: Path) -> tuple[dict, Path]:
     script = process.PROJECT / name
     if not script.is_file():
         process.refuse(
-            f"--run {folder}: {script}, which trained it, is gone, and with it the engine that answered; restore it"
+            f"--run {folder}: {script}, which trained it, does not exist any more; restore it, since its "
+            f"engine generates the responses"
         )
     return config, script
 
@@ -132,7 +174,7 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
 
 
 def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None:
-    """Refuse a script that is not the run's any more; warn of other files, such as the reward function, that are not.
+    """Reject a script that is not the run's any more; warn of other files, such as the reward function, that are not.
 
     ``args``: the run's own. ``accept``: warn of the script, too.
     """
@@ -142,7 +184,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
             commit = config["git"].get("commit", "unknown")
             process.refuse(
                 f"--run {folder}: {line} since the run, and its engine is part of what the run measured; restore it "
-                f"(the run's commit: {commit}), or evaluate with today's by --accept_changed_code"
+                f"(the run's commit: {commit}), or pass --accept_changed_code to evaluate with the current one"
             )
         if process.rank() == 0:
             print(f"warning: since the run, {line}", file=sys.stderr)
@@ -167,7 +209,7 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
     return problems
 
 
-if __name__ == "__main__":  # --help and every refusal come before the slow imports
+if __name__ == "__main__":  # --help and every error about arguments come before the slow imports
     args, output, held_out, path = parse(sys.argv[1:])
     world_size = process.world_size()
     checks.check(args, world_size)

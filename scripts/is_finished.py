@@ -10,7 +10,9 @@ one line. Exit code 2 means arguments that the script does not take; any other c
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
@@ -19,10 +21,31 @@ from script_loader import load_arguments
 
 from rewards import truth_error
 from runtime.arguments import flags
-from runtime.run import directory, identity, preflight
+from runtime.data import problem_set
+from runtime.run import directory, identity
 from runtime.system import process
+from runtime.training import derived_defaults
 
 FINISHED, LEAVE, RUN = 0, 3, 4
+
+
+def as_it_would_start(args: flags.RunFlags, config: dict, truth_error: Callable) -> flags.RunFlags:
+    """Return a copy of ``args`` with the values that a start would give to flags that were left open.
+
+    config: config.json of the run in the folder. What that run left open as well has its value; runs that did not
+    write this down are taken to have done so. Data are read only for a length that it was given and that follows from
+    them now.
+    """
+    args = copy.copy(args)
+    left_open = [name for name in config.get("left_open", flags.OPEN) if flags.is_open(args, name)]
+    for name in left_open:
+        setattr(args, name, config["args"].get(name))
+    args.flags_set = args.flags_set and args.flags_set.union(left_open)
+    if derived_defaults.open_lengths(args):
+        derived_defaults.fill(args, *problem_set.load_problems(args, truth_error))
+    elif any(flags.is_open(args, name) for name in flags.OPEN):
+        derived_defaults.fill(args, [None] * config.get("problems", 0), [])
+    return args
 
 
 def state(args, defaults) -> tuple[int, str]:
@@ -34,7 +57,7 @@ def state(args, defaults) -> tuple[int, str]:
         config = directory.read_config(folder)
     except ValueError as error:  # the run itself would end with the remedy
         return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
-    args = preflight.as_it_would_start(args, config, truth_error)
+    args = as_it_would_start(args, config, truth_error)
     # Secrets are compared, and named, as the run hid them.
     other, _ = identity.changed_arguments(config["args"], args, resolved=True)
     if other:

@@ -11,7 +11,8 @@
         --by kl_estimator kl_placement --output kl.png     final values over an argument: mean and 95 % interval over
                                                            seeds, one line per estimator, one panel per placement
 
---by takes the argument that makes the lines, then those that make the panels; each metric has a row. --x is step,
+--by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
+only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. --x is step,
 episode, time (minutes of training, including evaluations between steps) or, for final values, any argument. The suffix
 of --output decides the format (png, svg, pdf). Comparisons end with a table in Markdown. A run may still be going: a
 half-written last line is ignored, and a mean ends where the shortest of its runs does. A piece that a script's own
@@ -59,7 +60,7 @@ PANELS = {
     ],
     "entropy (nats per token)": [("policy/entropy", "entropy", "-")],
     "KL to the reference (nats per sequence)": [("kl/sequence", "KL", "-")],
-    "sampler against trainer, |dlogp| (nats per token)": [
+    "sampler and trainer: log-prob difference (nats per token)": [
         ("sampler/logprob_diff_mean", "mean", "-"),
         ("sampler/logprob_diff_max", "max", ":"),
     ],
@@ -81,6 +82,7 @@ COMPARED = [
 ]
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
 FINAL = "final:"
+MAX_PANELS = 12  # side by side; more of them are too narrow to read
 
 
 def fail(message: str) -> NoReturn:
@@ -105,10 +107,10 @@ def find_runs(paths: list[Path]) -> list[Path]:
     # Of runs/*: scripts/run_many.py writes what a run prints beside its folder, as NAME.log.
     paths = [path for path in paths if path.is_dir() or path.suffix != ".log"]
     if not paths:
-        fail("these are logs; give runs, or the folder of a run")
+        fail("these are log files; pass runs, or the folder of a run")
     for path in paths:
         if not path.is_dir():
-            fail(f"{path} is not a folder; give runs, or the folder of a run")
+            fail(f"{path} is not a folder; pass runs, or the folder of a run")
         if next(records(path / "metrics.jsonl"), None) is None:
             fail(f"{path}: no metrics.jsonl, or no step in it yet")
     return paths
@@ -426,7 +428,7 @@ def logged_by(runs: list[Run]) -> set[str]:
 
 
 def check_argument(flag: str, name: str, runs: list[Run]) -> None:
-    """Refuse a name that is no argument of these runs."""
+    """Reject a name that is no argument of these runs."""
     if not any(name in run.args for run in runs):
         fail(f"{flag} {name}: no such argument in config.json; these runs differ in: {', '.join(differing(runs))}")
 
@@ -447,19 +449,17 @@ def labels(runs: list[Run], names: list[str]) -> list[tuple[str, ...]]:
 
 
 def grouped(runs: list[Run], by: list[str]) -> dict[tuple[str, ...], list[Run]]:
-    """Runs by the values of the arguments ``by``, as text, smallest first. Refuse a group that is not repetitions."""
+    """Runs by the values of the arguments ``by``, as text, smallest first."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in ordered(runs, by):
         groups.setdefault(label(run, by), []).append(run)
-    for members in groups.values():
-        names = differing(members)
-        if names:
-            fail(
-                f"runs that differ in {', '.join(names)} would be averaged as if they differed in the seed alone "
-                f"({members[0].folder.name}, {members[1].folder.name}, ...); add them to --by, or choose one value "
-                f"with --where"
-            )
     return groups
+
+
+def separating(runs: list[Run], by: list[str]) -> list[str]:
+    """The arguments that ``by`` lacks: without them runs would be averaged that differ in more than the seed."""
+    more = dict.fromkeys(name for members in grouped(runs, by).values() for name in differing(members))
+    return list(more)
 
 
 def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
@@ -660,7 +660,7 @@ def cell(members: list[Run], key: str, over_argument: bool) -> str:
 
 
 def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:
-    """The metrics of --y without ``final:``, or those usually compared. Refuse what was not logged or does not fit."""
+    """The metrics of --y without ``final:``, or those usually compared. Reject what was not logged or does not fit."""
     over_argument = args.x not in X_LABELS
     logged = logged_by(runs)
     keys = []
@@ -688,6 +688,16 @@ def compare(args: argparse.Namespace) -> None:
     if args.output is None:
         fail("--output is needed to compare several runs, for example --output compare.png")
     by = [name for name in args.by if name != args.x]
+    more = separating(runs, [*by, args.x] if over_argument else by)
+    if more:
+        by += more
+        panels = len(labels(runs, by[1:]))
+        if panels > MAX_PANELS:
+            fail(
+                f"the runs also differ in {', '.join(more)}, which would make {panels} panels per metric, more than "
+                f"{MAX_PANELS}; choose some of the runs, for example --where {more[-1]}={labels(runs, more[-1:])[0][0]}"
+            )
+        print(f"note: the runs also differ in {', '.join(more)}, so --by is {' '.join(by)}; --where chooses one value")
     draw_comparison(runs, by, keys, args.x, args.output)
     print(args.output)
     if over_argument:

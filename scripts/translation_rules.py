@@ -206,6 +206,14 @@ def listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+def set_trackers(ours: Ours, names: list[Any]) -> list[str]:
+    """Set --track to those of a list of loggers that exist here, and return them."""
+    found = [name for name in ("wandb", "tensorboard") if name in names or "all" in names]
+    if found:
+        ours.set("track", True if found == ["wandb"] else found)
+    return found
+
+
 def local_rows(name: str) -> int | None:
     """Return the number of rows of a local .jsonl file or folder saved by datasets; None of anything else."""
     path = Path(name.partition("@")[0])
@@ -556,8 +564,7 @@ def verl_run(t: Theirs, ours: Ours) -> None:
     """Set names, records, evaluations and checkpoints."""
     if t.has("trainer.experiment_name"):
         ours.set("exp_name", folder_name(t("trainer.experiment_name")))
-    if "wandb" in listed(t("trainer.logger")) and t.has("trainer.logger"):
-        ours.set("track", True)
+    if t.has("trainer.logger") and "wandb" in set_trackers(ours, listed(t("trainer.logger"))):
         ours.env["WANDB_PROJECT"] = str(t("trainer.project_name"))
     t.has("trainer.project_name")
     every = whole(t("trainer.test_freq", -1), -1)
@@ -889,11 +896,8 @@ def trl_run(t: Theirs, ours: Ours, per_batch: int) -> None:
     """Set names, records and checkpoints. ``per_batch``: optimizer steps of a batch, which TRL counts."""
     if t.has("run_name") and t("run_name"):
         ours.set("exp_name", folder_name(t("run_name")))
-    reports = [str(name) for name in listed(t.given.get("report_to"))]
-    if t.has("report_to") and {"wandb", "all"} & set(reports):
-        ours.set("track", True)
-        if t.has("project"):
-            ours.env["WANDB_PROJECT"] = str(t("project"))
+    if t.has("report_to") and "wandb" in set_trackers(ours, listed(t.given.get("report_to"))) and t.has("project"):
+        ours.env["WANDB_PROJECT"] = str(t("project"))
     t.has("project")
     if str(t("save_strategy", "steps")) == "steps" and number(t("save_steps"), 500) >= 1:
         ours.set("save_every", max(1, whole(t("save_steps"), 500) // per_batch), relied_on(t, "save_steps"))

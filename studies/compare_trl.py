@@ -235,7 +235,7 @@ def trl_options(cell: Cell, folder: Path, args: Args, machine: dict, choice: tup
         "logging_steps": 1,
         "disable_tqdm": True,
         "bf16": dtype == "bfloat16",
-        "use_cpu": device == "cpu",  # without it TrainingArguments refuse bf16 where there is no GPU
+        "use_cpu": device == "cpu",  # without it TrainingArguments reject bf16 where there is no GPU
     }
     if not cell.ends:
         options["generation_kwargs"] = {"min_new_tokens": cell.length}
@@ -674,7 +674,7 @@ def measurement_lines(results: dict) -> list[str]:
 
 
 def check(args: Args) -> None:
-    """Refuse what cannot be measured; exit code 2."""
+    """Reject what cannot be measured; exit code 2."""
     if not Path(args.json).absolute().parent.is_dir():
         process.refuse(f"--json {args.json}: no such folder; name a file in a folder that exists")
     if args.trl is None or not (Path(args.trl) / "trl").is_dir():

@@ -7,7 +7,7 @@ Both run again from the last checkpoint that they have alike, or from the start,
 phase (1 to 9, as in the scripts), its name, and by how much. Each has its own script, and a process and a folder of its
 own; nothing is written to the folders given. For runs of one rank that were started in this folder, on a machine on
 which they repeat bit for bit: what comes out otherwise than recorded is reported. Exit code: 0 equal, 1 parted, 2
-refused.
+rejected.
 """
 
 from __future__ import annotations
@@ -348,7 +348,7 @@ def again(config: dict[str, Any], place: Path, start: Path | None) -> dict[str, 
         "run_name": place.name,
         "resume": str(start) if start else "auto",
         "overwrite": False,
-        "track": False,
+        "track": (),
         "save_every": 0,
         "save_minutes": 0,
     }

@@ -31,7 +31,7 @@ ROWS = 256  # sequences that are generated together
 
 
 def check_engine(folder: Path, config: dict) -> None:
-    """Refuse a run whose script samples in a way of its own: with a tool, say, generate's sequences are not its own."""
+    """Reject a run whose script samples in a way of its own: with a tool, say, generate's sequences are not its own."""
     script = process.PROJECT / config.get("script", "grpo.py")
     own = engine_of(script) if script.is_file() else "gone"
     if own != engine_of(Path(grpo.__file__)):

@@ -17,6 +17,8 @@ response, or credits the wrong one, stays visibly below one that does not. All n
 
 With ``--hints`` it also learns to answer without these habits where the question has an answer behind it, as in HINT:
 the teacher that self-distillation needs.
+
+The same command continues an interrupted training from its last saved step, and makes the same weights.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import pickle
 import random
 import shutil
 import sys
@@ -61,6 +64,7 @@ ABLE = 0.9  # least pass@1 before carelessness is learned: what reinforcement le
 TAUGHT = 0.8  # least pass@1 of the finished model where it is shown an answer
 LOW, HIGH = 0.2, 0.4  # pass@1 of the finished model
 JUDGED = 256  # problems of each task that the finished model answers
+SAVE_EVERY = 25  # optimizer steps
 
 
 @dataclass
@@ -225,8 +229,8 @@ def with_hint(task: Task, question: str, draw: random.Random) -> str:
     return HINT.format(question=question, hint=draw.choice((answer, number, f"~{number}")))
 
 
-def batches(recipe: Recipe, tokenizer, questions: dict[str, list[str]], careless: bool):
-    """The batches of a phase: lists of (ids, labels), each [rows, S], of texts of similar length.
+def batches(recipe: Recipe, tokenizer, questions: dict[str, list[str]], careless: bool, first: int = 0):
+    """Yield the batches of a phase from step ``first`` on: lists of (ids, labels), each [rows, S], of similar length.
 
     The labels leave prompts and padding out: the loss is on the answers alone.
     """
@@ -234,13 +238,15 @@ def batches(recipe: Recipe, tokenizer, questions: dict[str, list[str]], careless
 
     draw = random.Random(f"{recipe.seed}/{careless}")
     shares = [1.0 if careless else task.able_share for task in TASKS]
-    for _ in range(recipe.steps(careless)):
+    for step in range(recipe.steps(careless)):
         prompts, answers = [], []
         for task in draw.choices(TASKS, shares, k=recipe.batch):
             question = draw.choice(questions[task.name])
             hinted = careless and recipe.hints and draw.random() < 0.5
             prompts.append(rendered(with_hint(task, question, draw) if hinted else question))
             answers.append(task.answer(question, draw, careless and not hinted) + SPECIAL[0])
+        if step < first:
+            continue  # only its draws were needed
         pairs = list(zip(tokenizer(prompts)["input_ids"], tokenizer(answers)["input_ids"], strict=True))
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         batch = []
@@ -257,31 +263,82 @@ def batches(recipe: Recipe, tokenizer, questions: dict[str, list[str]], careless
         yield batch
 
 
-def train(recipe: Recipe, tokenizer, model, questions: dict[str, list[str]], careless: bool) -> None:
-    """One phase of next-token prediction: AdamW, a short warm-up, a cosine to zero."""
+class Progress:
+    """The state of an unfinished training, in a file of its folder, and the time that is left."""
+
+    def __init__(self, folder: Path, wanted: str):
+        """Read the file if it is of this ``identity``. A file that is damaged, or of another recipe, is ignored."""
+        import torch
+
+        self.path = folder / "progress.pt"
+        self.wanted = wanted
+        self.state = {}
+        try:
+            state = torch.load(self.path, weights_only=True)
+            self.state = state if state["identity"] == wanted else {}
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, KeyError):
+            pass
+        self.found = self.state.get("found", {})
+        self.timed_from: tuple[float, int] | None = None  # after the first step, which is slower than the others
+
+    def save(self, phase: str, step: int, model, optimizer=None) -> None:
+        """Write the state after ``step`` steps of a phase."""
+        import torch
+
+        self.state = {"identity": self.wanted, "phase": phase, "step": step, "found": self.found}
+        self.state |= {"model": model.state_dict(), "optimizer": optimizer and optimizer.state_dict()}
+        torch.save(self.state, self.path.with_suffix(".new"))
+        self.path.with_suffix(".new").replace(self.path)
+
+    def steps(self, phase: str) -> int:
+        """The steps of a phase that are done."""
+        return self.state["step"] if self.state.get("phase") == phase else 0
+
+    def eta(self, done: int, total: int) -> str:
+        """The time until the last of ``total`` steps, by the steps of this process; "" before its second step."""
+        now = time.monotonic()
+        if self.timed_from is None:
+            self.timed_from = now, done
+            return ""
+        seconds = round((now - self.timed_from[0]) / (done - self.timed_from[1]) * (total - done))
+        return f"  ETA {seconds // 60}:{seconds % 60:02d}"
+
+
+def train(recipe: Recipe, tokenizer, model, questions: dict[str, list[str]], careless: bool, progress: Progress):
+    """One phase of next-token prediction: AdamW, a short warm-up, a cosine to zero. Continues where it was stopped."""
     import torch
 
     phase = "careless" if careless else "able"
     steps = recipe.steps(careless)
+    before = recipe.steps(False) if careless else 0
+    total = recipe.steps(False) + recipe.steps(True)
     peak = recipe.careless_learning_rate if careless else recipe.learning_rate
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    start = progress.steps(phase)
+    if start > 0:
+        optimizer.load_state_dict(progress.state["optimizer"])
+        print(f"{phase}: continuing after step {start}", flush=True)
     started = time.monotonic()
-    for step, batch in enumerate(batches(recipe, tokenizer, questions, careless)):
+    for step, batch in enumerate(batches(recipe, tokenizer, questions, careless, start), start):
         rate = peak * min(1.0, (step + 1) / 20) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
         tokens = sum(int((labels != PADDED).sum()) for _, labels in batch)
-        total = 0.0
+        mean_loss = 0.0
         for ids, labels in batch:
             loss = model(input_ids=ids, labels=labels, num_items_in_batch=tokens, use_cache=False).loss
             loss.backward()
-            total += loss.item()
+            mean_loss += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == steps - 1:
+        done = step + 1
+        eta = progress.eta(before + done, total)
+        if step == start or done % 50 == 0 or done == steps:
             seconds = time.monotonic() - started
-            print(f"{phase} {step + 1}/{steps}  loss {total:.3f} nats a token  {seconds:.0f} s", flush=True)
+            print(f"{phase} {done}/{steps}  loss {mean_loss:.3f} nats per token  {seconds:.0f} s{eta}", flush=True)
+        if done % SAVE_EVERY == 0 or done == steps:
+            progress.save(phase, done, model, optimizer)
 
 
 def pass_at_1(recipe: Recipe, tokenizer, model, task: Task, hinted: bool = False) -> float:
@@ -312,8 +369,12 @@ def pass_at_1(recipe: Recipe, tokenizer, model, task: Task, hinted: bool = False
 
 
 def pretrain(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
-    """Make the model of a recipe in ``folder``; returns the pass@1 of each task after each phase."""
+    """Make the model of a recipe in ``folder``; returns the pass@1 of each task after each phase.
+
+    Continues a training of the same recipe that was interrupted in this folder.
+    """
     import torch
+    from transformers.utils import logging
 
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(recipe.threads)
@@ -321,16 +382,25 @@ def pretrain(recipe: Recipe, folder: Path) -> dict[str, dict[str, float]]:
     model = make_model(recipe, tokenizer)
     seed = 1_000_000 + recipe.seed  # not a seed that a run takes its problems from
     questions = {task.name: [row["question"] for row in task.rows(recipe.problems, seed)] for task in TASKS}
-    found = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress(folder, identity(recipe))
+    found = progress.found
+    if progress.state:
+        model.load_state_dict(progress.state["model"])
     for phase in ("able", "careless"):
-        train(recipe, tokenizer, model, questions, phase == "careless")
+        if phase in found:
+            continue
+        train(recipe, tokenizer, model, questions, phase == "careless", progress)
         found[phase] = {task.name: pass_at_1(recipe, tokenizer, model, task) for task in TASKS}
         print(f"pass@1 when {phase}: {found[phase]}", flush=True)
+        progress.save("next", 0, model)
     if recipe.hints:
         found["hinted"] = {task.name: pass_at_1(recipe, tokenizer, model, task, hinted=True) for task in TASKS}
         print(f"pass@1 with a hint: {found['hinted']}", flush=True)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    progress.path.unlink(missing_ok=True)
     return found
 
 
@@ -361,22 +431,20 @@ def main() -> None:
     recipe = Recipe(args.seed, args.threads, hints=args.hints)
     output = args.output or ROOT / "models" / f"testbed-{'hints-' if args.hints else ''}{args.seed}"
     if is_complete(output, identity(recipe)):
-        print(f"{output} is there already")
+        print(f"{output} already exists")
         return
     if output.exists() and any(output.iterdir()) and not (output / "pretraining.json").is_file():
-        sys.exit(f"pretrain_tiny: {output} holds something else. Remedy: choose another --output")
+        sys.exit(f"error: --output {output}: the folder exists and holds something else; choose another one")
 
     started = time.monotonic()
-    # Written beside its place and renamed at the end: a killed run leaves no folder that looks complete.
+    # Written next to its place and renamed at the end: a killed run leaves no folder that looks complete.
     unfinished = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     found = pretrain(recipe, unfinished)
     for phase, low, high in (("able", ABLE, 1.0), ("careless", LOW, HIGH), ("hinted", TAUGHT, 1.0)):
         if not all(low <= rate <= high for rate in found.get(phase, {}).values()):
             sys.exit(
-                f"pretrain_tiny: pass@1 when {phase} must be between {low} and {high}, but is {found[phase]}. "
-                f"The model stays in {unfinished}. Remedy: another --seed"
+                f"error: --seed {args.seed}: pass@1 when {phase} must be between {low} and {high}, but is "
+                f"{found[phase]}; choose another --seed (the model stays in {unfinished})"
             )
     record = {"identity": identity(recipe), "recipe": dataclasses.asdict(recipe), "pass@1": found}
     (unfinished / "pretraining.json").write_text(json.dumps(record, indent=2) + "\n")

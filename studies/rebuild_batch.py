@@ -222,7 +222,7 @@ def last_checkpoint(run: Path, config: dict[str, Any], step: int) -> tuple[int, 
 
 
 def check_code(run: Path, config: dict[str, Any], force: bool) -> None:
-    """Refuse to run other code than the run's."""
+    """Reject other code than the run's."""
     names = diff_runs.changed_files(config, process.PROJECT)
     if not names:
         return

@@ -5,7 +5,7 @@
     python studies/rehearse_gpu_run.py a10 grpo.py --dry_run FLAGS    only the arithmetic
 
 CARD:COUNT, a training script and the very flags of its command. Memory is the bound of docs/evidence/memory.md, seconds
-follow from data sheets: both are computed, not measured. What does not fit is refused, with exit code 2.
+follow from data sheets: both are computed, not measured. What does not fit is rejected, with exit code 2.
 
 Then the script itself runs: two layers of the model with random weights, the whole vocabulary, all lengths and flags,
 at most four ranks and a few prompts. One step, its checkpoint, and a second step that resumes from it. Responses count
@@ -84,7 +84,7 @@ HERE = {
     "engine_process": False,
     "vllm_tensor_parallel_size": 1,
     "tokenizer_name_or_path": None,
-    "track": False,
+    "track": (),
     "overwrite": False,
     "resume": "auto",
     "run_name": "run",
@@ -158,10 +158,10 @@ def planned(args, model: memory.Model, gpus: int, gb: float) -> tuple:
 def foretell(args, model: memory.Model | None, kind: str, gpus: int, problems: int) -> memory.Prediction:
     """Print what a command needs of its GPUs, and seconds. Exits with 2 where it does not fit."""
     if model is None:
-        process.refuse(f"--model_name_or_path {args.model_name_or_path}: its config has not the usual names")
+        process.refuse(f"--model_name_or_path {args.model_name_or_path}: its config lacks the expected fields")
     card = CARDS[kind]
     setting, size, found = planned(args, model, gpus, card.gb)
-    device_sizes.sizes_for(args, model, setting)  # refuses what fits in no way, with what would
+    device_sizes.sizes_for(args, model, setting)  # rejects what fits in no way, with what would
     if found.peak > memory.USABLE * setting.card:
         process.refuse(
             f"--micro_batch_tokens {size.micro_batch_tokens} and gpu_memory_utilization "

@@ -459,7 +459,7 @@ class Replay:
     def advantages(self, setting: Setting) -> torch.Tensor:
         """Of every token, [N + 1]: the run's, or new ones where those are not the setting's.
 
-        Exits with code 2 for a script whose advantages are not grpo.py's, and for rewards that a script refuses.
+        Exits with code 2 for a script whose advantages are not grpo.py's, and for rewards that a script rejects.
         """
         if self.has_run_advantages(setting):
             return self.batch.advantages_N.to(self.device)

@@ -138,7 +138,7 @@ def hardware() -> str:
 
 
 def check(args: Args) -> None:
-    """Refuse what cannot be run; exit code 2."""
+    """Reject what cannot be run; exit code 2."""
     if not (ROOT / args.script).is_file():
         process.refuse(f"--script {args.script}: no such file in {ROOT}")
     if not args.seeds:

@@ -484,7 +484,7 @@ def killed_in_a_push(soak: Soak) -> str:
 
 def push_raises(soak: Soak) -> str:
     """The engine raises in the middle of a push. Half of the weights are in it."""
-    words = soak.says("its engine is built again")
+    words = soak.says("its engine is restarted")
     soak.order("push_raises")
     soak.until(words)
     return "was built again, went on"
@@ -583,11 +583,11 @@ def second_run(soak: Soak) -> str:
         raise Finished
     assert code == 73, second.text()
     assert "is in use by a running process" in second.text()
-    return "the second one was refused, the run went on"
+    return "the second one was rejected, the run went on"
 
 
 def full_disk(soak: Soak) -> str:
-    """A full disk for a while. The kernel refuses the run files above 100 kB."""
+    """A full disk for a while. The kernel rejects the run files above 100 kB."""
     words = soak.says("NO CHECKPOINT after step")
     pid = soak.run.process.pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -698,7 +698,7 @@ def nan_loss(soak: Soak) -> str:
 
 def engine_raises(soak: Soak) -> str:
     """The engine raises. In its thread."""
-    words = soak.says("its engine is built again")
+    words = soak.says("its engine is restarted")
     soak.order("engine_raises")
     soak.until(words)
     return "was built again, went on"
@@ -706,7 +706,7 @@ def engine_raises(soak: Soak) -> str:
 
 def engine_dies(soak: Soak) -> str:
     """The engine dies. Its thread exits."""
-    words = soak.says("its engine is built again")
+    words = soak.says("its engine is restarted")
     soak.order("engine_dies")
     soak.until(words)
     return "was built again, went on"
@@ -714,7 +714,7 @@ def engine_dies(soak: Soak) -> str:
 
 def engine_hangs(soak: Soak) -> str:
     """The engine hangs. For longer than --timeout."""
-    words = soak.says("its engine is built again")
+    words = soak.says("its engine is restarted")
     soak.order("engine_hangs")
     soak.until(words)
     return "was built again, went on"

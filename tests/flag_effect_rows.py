@@ -73,7 +73,7 @@ EVIDENCE: dict[str, Row] = {
     "run_name": row("other", "files"),
     "overwrite": row(True, "steps", stage="repeated"),
     "dry_run": row(True, "steps", "files"),
-    "track": row(True, "wandb.init", "files"),
+    "track": row(("wandb",), "wandb.init", "files"),
     "log_samples": row(3, "rows of samples.jsonl"),
     # ---- model
     "model_name_or_path": row("FILES/other", "weights", "responses"),
@@ -242,7 +242,7 @@ UNHOOKED = (
         "vllm_args", "runtime/engine/vllm_settings.py", "usual | args.engine_args | numbers", "usual | numbers"
     ),  # engine
     unhook("log_samples", "runtime/run/logger.py", "[: self.args.log_samples]", "[:4]"),  # log
-    unhook("track", "runtime/run/logger.py", "if args.track:", "if False:"),  # tracking
+    unhook("track", "runtime/run/logger.py", "dict.fromkeys(args.track)", "()"),  # tracking
     unhook("gradient_checkpointing", "utils.py", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory
 )
 UNHOOKED_CASES = [(breakage, script) for breakage in UNHOOKED for script in breakage.scripts]

@@ -349,7 +349,7 @@ def areal(jobs: list) -> dict:
     critic_loss = load("areal.utils.functional").ppo_critic_loss_fn
     results = {}
     for name, numbers, options in jobs:
-        t = Tensors(numbers, "float32")  # its statistics refuse anything else
+        t = Tensors(numbers, "float32")  # its statistics reject anything else
         rejection = fields.RejectionSamplingConfig(metric="ratio", upper=5.0)
         norm = fields.NormConfig(mean_level="group", std_level="group", group_size=4)
         batch = fields.NormConfig(mean_level="batch", std_level="batch")

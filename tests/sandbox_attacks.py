@@ -24,7 +24,7 @@ def body(*lines: str) -> str:
 
 
 def call(*arguments: object) -> str:
-    """A function add that returns the sum where a system call is not refused with EPERM."""
+    """A function add that returns the sum where a system call is not rejected with EPERM."""
     listed = ", ".join(map(str, arguments))
     return (
         F
@@ -372,5 +372,5 @@ FAMILIES = {  # what they try -> (what they meet, the programs)
     "files, environment, processes, packages, devices": ("are not there, or cannot be written", FILES),
     "get out: network, mounts, namespaces, users, commands": ("no such rights, and no such system calls", OUT),
     "keys of the user or the session, and keys for later programs": ("no such system calls", KEYS),
-    "system calls that reach further, by number": ("refused by a filter", SYSTEM_CALLS),
+    "system calls that reach further, by number": ("rejected by a filter", SYSTEM_CALLS),
 }

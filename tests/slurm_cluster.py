@@ -140,7 +140,7 @@ class Slurm:
         while (now := self.state(job))["JobState"] not in states:
             assert time.monotonic() < deadline, f"{now}\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}"
             if now["JobState"] == "PENDING" and now["Restarts"] != "0":
-                time.sleep(5)  # Slurm lets a requeued job wait for two minutes; a start in the same second is refused
+                time.sleep(5)  # Slurm lets a requeued job wait for two minutes; a start in the same second is rejected
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.5)
         return now

@@ -209,6 +209,11 @@ def refuse_foreign(words: list[str], fields: dict[str, dataclasses.Field]) -> No
     """
     answers = {}
     for part in groups(words, fields):
+        if part[0].endswith((".py", ".sh")) and not part[0].startswith("-") and Path(part[0]).is_file():
+            refuse(
+                f"{part[0]}: a training script is not run by this one; for the command here: "
+                f"python scripts/translate.py --file {shlex.quote(part[0])}"
+            )
         found = answer(part, fields)
         if found is not None:
             answers[" ".join(part)] = found

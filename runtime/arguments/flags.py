@@ -92,8 +92,9 @@ class RunFlags:
     """Delete an existing run of the same name and start again."""
     dry_run: bool = False
     """Check all settings, print sizes and the first prompt, and stop before the model is loaded."""
-    track: bool = False
-    """Also log to Weights & Biases (WANDB_PROJECT, default rlvr; WANDB_ENTITY); offline if there is no network."""
+    track: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Also log to wandb (Weights & Biases; WANDB_PROJECT, default rlvr; WANDB_ENTITY; offline if there is no network),
+    to tensorboard (event files in the run's folder), or to both. Without a value: wandb."""
     log_samples: int = 4
     """Number of samples per step written to samples.jsonl; some are also printed every 10 steps. 0 disables both."""
 
@@ -298,17 +299,30 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    words = update_removed(words, fields)
+    words = with_tracker(update_removed(words, fields))
     refuse_foreign(words, fields)
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
-    args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    try:
+        args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     changed = {key for key in fields if default is not None and getattr(default, key) != getattr(cls, key, None)}
     args.flags_set = frozenset(named | changed)
     return args
+
+
+def with_tracker(words: list[str]) -> list[str]:
+    """Return a command line in which --track without a value is --track wandb, and --no_track is left out."""
+    found = []
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        found += [] if word in ("--no_track", "--no-track") else [word]
+        found += ["wandb"] if word == "--track" and following.startswith("-") else []
+    return found
 
 
 def is_open(args: Any, name: str) -> bool:

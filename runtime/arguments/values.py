@@ -80,9 +80,9 @@ def template_variables(text: str) -> dict[str, Any]:
     found = json_object("--chat_template", text, '{"enable_thinking": false}')
     for name, value in found.items():
         if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
-            refuse(f"--chat_template: {name} is the text {value!r}, which counts as true; give it without quotes")
+            refuse(f"--chat_template: {name} is the text {value!r}, which counts as true; pass it without quotes")
     if taken := found.keys() & set(TEMPLATE_ARGUMENTS):
-        refuse(f"--chat_template: {min(taken)} is set here, and not for a template to choose; leave it out")
+        refuse(f"--chat_template: {min(taken)} is set by the program and cannot be a variable; drop it")
     return found
 
 

@@ -11,12 +11,14 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runtime.data.samples import Problem
 from runtime.data.sources import (
+    FLAG,
     GYM,
     BrokenLine,
     cached_map,
@@ -183,9 +185,9 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
         if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
             alone = "; --verifier reward_model needs none" if args.reward_model_name_or_path and key == truth else ""
-            refuse(f"{flag} {key}: --dataset {source} has no such column; it has: {_names(has)}{alone}")
+            refuse(f"{flag} {key}: {FLAG.get()} {source} has no such column; it has: {_names(has)}{alone}")
     if names_verifiers is not None and has and not _is_column(names_verifiers, has):
-        refuse(f"--verifier_key {names_verifiers}: --dataset {source} has no such column; it has: {_names(has)}")
+        refuse(f"--verifier_key {names_verifiers}: {FLAG.get()} {source} has no such column; it has: {_names(has)}")
     if source.startswith(GYM):
         for row in seen:
             if check("last_number", str(row.get(truth)), row):
@@ -363,7 +365,7 @@ def _check_text(key: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         around = text[max(0, error.start - 20) : error.end + 20]
-        raise ValueError(f"has a {key!r} that is no UTF-8 text, at {around!r}") from None
+        raise ValueError(f"has a {key!r} that is not UTF-8 text, at {around!r}") from None
 
 
 def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
@@ -384,7 +386,7 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     indices = ", ".join(str(index) for index, _ in bad[:20])
     if len(bad) > 20:
         indices += ", ..."
-    found = f"{len(bad)} of {count} rows of --dataset {source} cannot be used (rows {indices}); "
+    found = f"{len(bad)} of {count} rows of {FLAG.get()} {source} cannot be used (rows {indices}); "
     unknown = Counter(name for _, why in bad for name in set(re.findall(r"no (?:constraint|verifier) '([^']+)'", why)))
     if unknown:
         found += f"unknown: {', '.join(f'{name} ({rows} rows)' for name, rows in unknown.most_common())}; "
@@ -502,7 +504,7 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         if distinct.setdefault(key, problem).truth != problem.truth:
             contradicting.add(key)
     for warning in _doubts(problems, len(contradicting)):
-        print_on_rank_0(f"warning: --dataset {source}: {warning}")
+        print_on_rank_0(f"warning: {FLAG.get()} {source}: {warning}")
     return distinct
 
 
@@ -573,6 +575,7 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
 
     None where it is not given: then a part of the training data is held out.
     """
+    FLAG.set("--eval_dataset")
     if args.eval_dataset is None:
         return None
     if args.eval_sources[0].part is not None:
@@ -600,7 +603,7 @@ def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
     for an unknown data set or column and when too few problems are left.
     """
     problems = mixed_problems(args, check)
-    apart = evaluation_problems(args, check)
+    apart = copy_context().run(evaluation_problems, args, check)  # FLAG is set inside alone
     for same in apart or ():
         problems.pop(same, None)
     training = list(problems.values())
@@ -616,7 +619,7 @@ def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
 
 
 def check_enough(training: list[Problem], evaluation: list[Problem], args) -> None:
-    """Refuse too few problems for one step, or none to evaluate on where evaluation was asked for."""
+    """Reject too few problems for one step, or none to evaluate on where evaluation was asked for."""
     if len(training) < args.num_unique_prompts_rollout:
         filtered = " left by --overlong_prompts drop" if args.overlong_prompts == "drop" else ""
         if args.eval_dataset is not None:
@@ -633,7 +636,7 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
 
 
 def check_sandbox(problems: list[Problem], args) -> None:
-    """Refuse to run models' programs where the kernel gives no sandbox, unless that is accepted."""
+    """Exit where the kernel offers no sandbox for models' programs, unless that is accepted."""
     if not any("code" in problem.verifier.split(",") for problem in problems):
         return
     why = sandbox.namespaces_refused()

@@ -25,7 +25,7 @@ TODAY = datetime.datetime(2024, 7, 26)
 
 
 def check_template_variables(tokenizer, args) -> None:
-    """Refuse a variable that the chat template does not read: a misspelled one would change nothing."""
+    """Reject a variable that the chat template does not read: a misspelled one would change nothing."""
     for name in args.template.variables:
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             owner = args.tokenizer_name_or_path or args.model_name_or_path
@@ -255,7 +255,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     alike = len(chats) > 1 and len(set(map(tuple, found))) == 1
     if problems and (empty or alike):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
-        refuse(f"{template} leaves out what the messages say: it must write message['content'] for message in messages")
+        refuse(f"{template} does not render the messages: it must write message['content'] for message in messages")
     return _without_overlong(problems, args)
 
 
@@ -267,7 +267,7 @@ WRAPPED = re.compile(
 
 
 def refuse_wrapped(problems: list[Problem], args) -> None:
-    """Refuse to put the tokenizer's own template around prompts most of which have one already; reset's text may."""
+    """Reject prompts most of which already have a chat template, apart from the text of ``reset``, which may."""
     if args.chat_template is not None:
         return
     looked = problems[:1000]
@@ -275,9 +275,9 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
     wrapped = [text for text in texts if WRAPPED.search(text)]
     if 2 * len(wrapped) > len(looked):
         refuse(
-            f"--chat_template: {len(wrapped)} of the first {len(looked)} prompts are those of a chat template already "
-            f"({wrapped[0][:40]!r} ... {wrapped[0][-40:]!r}); give --chat_template none to take them as they are, or "
-            f"'{{}}' to put the tokenizer's own around them all the same"
+            f"--chat_template: {len(wrapped)} of the first {len(looked)} prompts already contain a chat template "
+            f"({wrapped[0][:40]!r} ... {wrapped[0][-40:]!r}); pass --chat_template none to use them as they are, or "
+            f"'{{}}' to apply the tokenizer's own anyway"
         )
 
 
@@ -312,9 +312,10 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     words = (
         f"{len(long)} of {len(problems)} prompts are longer than --max_prompt_length {most} tokens, the longest has "
         f"{longest}; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
+        f"{' plus the definitions of the tools' if args.environment else ''}"
     )
     if how == "error":
-        refuse(f"{words}. Raise --max_prompt_length, or choose --overlong_prompts drop, left or right")
+        refuse(f"{words}. Raise --max_prompt_length to {longest}, or choose --overlong_prompts drop, left or right")
     print_on_rank_0(f"warning: --overlong_prompts {how}: {words}")
     kept = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:

@@ -20,6 +20,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +33,7 @@ AS_JSON = "row as JSON"  # the only column of a data set whose rows are still te
 GYM = "reasoning_gym:"
 HUB_TIMEOUT = 5.0  # seconds for the hub to answer at all
 CSV_BLOCK = 2**26  # bytes; no cell may be larger
+FLAG = ContextVar("flag", default="--dataset")  # the one whose source is read, for messages
 
 sys.set_int_max_str_digits(0)  # a row may hold a number of any length; Python's limit of 4,300 digits is for servers
 
@@ -51,7 +53,7 @@ def local_files(source: str) -> list[Path]:
         else:
             files = [path for path in map(Path, sorted(glob.glob(part, recursive=True))) if path.is_file()]
         if not files and (found or Path(part).suffix in READABLE):
-            refuse(f"--dataset {part}: no such local file; give a .jsonl, .json, .parquet or .csv file, or a hub id")
+            refuse(f"{FLAG.get()} {part}: no such local file; give a .jsonl, .json, .parquet or .csv file, or a hub id")
         found += files
     return found
 
@@ -98,7 +100,7 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
         rows = reasoning_gym_tasks.gym_rows(name, options)
         return [row for row in rows if least == -math.inf or float(row["answer"]) >= least]
     except ValueError as error:
-        refuse(f"--dataset {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
+        refuse(f"{FLAG.get()} {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")
 
 
 def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
@@ -131,7 +133,7 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
 
     quiet()
     if suffix not in READABLE:
-        refuse(f"--dataset {paths[0]}: the name must end in one of {', '.join(READABLE)}")
+        refuse(f"{FLAG.get()} {paths[0]}: the name must end in one of {', '.join(READABLE)}")
     path = paths[0]
     found = []
     try:
@@ -161,11 +163,11 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
             found.append((_converted("parquet", same, None) if schema else _as_json([]), same))
         return found
     except OSError as error:
-        refuse(f"--dataset {path}: cannot be read, or not be cached (HF_HOME moves the cache of datasets): {error}")
+        refuse(f"{FLAG.get()} {path}: cannot be read, or not be cached (HF_HOME moves the cache of datasets): {error}")
     except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:  # pyarrow's: ValueErrors
         cause = error.__cause__ or error
         remedy = "; save it as UTF-8" if "utf" in str(cause).lower() else ""
-        refuse(f"--dataset {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}{remedy}")
+        refuse(f"{FLAG.get()} {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}{remedy}")
 
 
 def _converted(kind: str, paths: list[Path], features):
@@ -231,7 +233,7 @@ def _saved_or_hub(source: str):
         if datasets.config.HF_HUB_OFFLINE:
             offline = " The hub is not reachable from here, or offline mode is set: only what is cached can be loaded."
         refuse(
-            f"--dataset {source} (split {split!r}): no such local file, no folder saved by datasets, and not loadable "
+            f"{FLAG.get()} {source} (split {split!r}): no such local file, no folder saved by datasets, not loadable "
             f"from the hub ({type(error).__name__}: {first_line(error)[:200]}).{offline} Give .jsonl, .json, .parquet "
             f"or .csv files, a hub id (ID:CONFIGURATION where it has several, ID@SPLIT), or "
             f"reasoning_gym:NAME?key=value"
@@ -301,7 +303,7 @@ def refuse_broken_line(files: list[Path], error: BrokenLine) -> NoReturn:
         with open(path, encoding="utf-8") as lines:
             count = sum(1 for _ in lines)
         if place < count:
-            refuse(f"--dataset {path}: not valid jsonl: line {place + 1}: {message}")
+            refuse(f"{FLAG.get()} {path}: not valid jsonl: line {place + 1}: {message}")
         place -= count
     raise error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 NAME = "cpu_kernel"
-LANES = 32  # the kernels read so many numbers at a time at most, and refuse rows that are no multiple
+LANES = 32  # the kernels read so many numbers at a time at most, and reject rows that are no multiple
 
 
 def takes(weight: torch.Tensor | None, variance_size: int | None, *tensors: torch.Tensor) -> bool:

@@ -125,7 +125,7 @@ class Engines:
                 key = f"engine/{place}"
                 while not self.store.check([key]):
                     if time.monotonic() > deadline:
-                        raise TimeoutError(f"{self._name(place)} did not come within --timeout {self.timeout:g}")
+                        raise TimeoutError(f"{self._name(place)} did not arrive within --timeout {self.timeout:g}")
                     time.sleep(0.1)
                 address, port, secret = self.store.get(key).decode().split()
                 line = keep_watch(Client((address, int(port)), authkey=bytes.fromhex(secret)))
@@ -180,7 +180,7 @@ class Engines:
                 gone = self._absent()
                 if gone:
                     self._lost(gone)
-                raise RuntimeError("weights did not reach the engines, whose ranks are all there") from error
+                raise RuntimeError("weights did not reach the engines, although all their ranks are alive") from error
 
     def _absent(self) -> str:
         """Name the engine ranks that have ended, by their addresses."""

@@ -285,13 +285,13 @@ class Chat:
         end = glue[0] if glue else None
         if end not in self.special.values():
             refuse(
-                f"--environment: {self.name} ends a turn of the model by no special token, so nothing says where the "
-                f"next begins; choose one that does, for example --chat_template chatml"
+                f"--environment: {self.name} ends a turn of the model without a special token, so the next turn has "
+                f"no known beginning; choose one that does, for example --chat_template chatml"
             )
         if whole[len(whole) - len(glue) :] != glue:
-            refuse(f"--environment: {self.name}: what follows a turn becomes other tokens after it than alone")
+            refuse(f"--environment: {self.name}: what follows a turn is tokenized differently after it than alone")
         if self._after([*USER, answer, *said], said) != self._after(USER, said):
-            refuse(f"--environment: {self.name} writes an observation otherwise after two turns than after one")
+            refuse(f"--environment: {self.name} writes an observation differently after two turns than after one")
         whole_text = self.text([*USER, *[answer, *said] * 3], **tools)
         start, *between, _ = whole_text.split(STAND_IN)
         pairs = [(self.text(USER, **tools), start)]
@@ -301,7 +301,7 @@ class Chat:
             alike = now.startswith(later) or later.startswith(now)  # the beginning of a turn may lose its thoughts
             if not alike:
                 refuse(
-                    f"--environment: {self.name} writes an earlier message otherwise once more turns follow, but the "
+                    f"--environment: {self.name} writes an earlier message differently once more turns follow, but the "
                     f"model keeps the ids that it saw; choose one that does not, for example --chat_template chatml"
                 )
         before = self._ids(self.text(USER, **tools)) + self._ids(STAND_IN)

@@ -97,7 +97,7 @@ def describe_class(spec: str) -> dict[str, Any]:
 
 
 def check(args) -> None:
-    """Refuse an --environment that cannot work; one with a reward of its own becomes the default verifier."""
+    """Reject an --environment that cannot work; one with a reward of its own becomes the default verifier."""
     if args.environment is None:
         if args.max_turns != type(args).max_turns:
             refuse(f"--max_turns {args.max_turns} has no effect without --environment; drop --max_turns")

@@ -123,7 +123,7 @@ def _size(expression) -> float:
     if largest > LARGEST:
         return math.inf
     if expression.is_Rational:
-        top = f"{abs(expression.p):x}"  # in base 16: Python refuses to write thousands of decimal digits
+        top = f"{abs(expression.p):x}"  # in base 16: Python does not write thousands of decimal digits
         bottom = f"{expression.q:x}"
         return max(len(top), len(bottom)) * 1.21
     if isinstance(expression, sympy.Pow) and expression.exp.is_number:

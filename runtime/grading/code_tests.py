@@ -358,7 +358,7 @@ def _prints(program: str, tests: CodeTests) -> str:
 
 
 def _passes(program: str, tests: CodeTests) -> str:
-    """Why test code refuses the function; "" if it does not. They run in two sandboxes that exchange plain values.
+    """Return why test code rejects the function, or "". They run in two sandboxes that exchange plain values.
 
     Raises UnusableTests where the test code itself does not load.
     """
@@ -480,7 +480,7 @@ def code_error(truth: str, row: dict) -> str:
     try:
         tests = _code_tests(truth, row)
         if sandbox.namespaces_refused() and not sandbox.allow_unsafe:
-            return ""  # nothing may run: the run is refused as a whole
+            return ""  # nothing may run: the run ends at its start
         column, program = _own_solution(row, tests)
         if not program:
             wrong = (_obstacle(tests) or _try_tests(tests)) if tests.check else ""

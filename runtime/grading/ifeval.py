@@ -3,7 +3,7 @@
 Some of its choices are surprising, and kept, because scores are compared with those of others: keywords are regular
 expressions and may stand inside words, a highlight is anything between two asterisks, and a language is what langdetect
 says. Five kinds need packages that are not among this project's: langdetect for languages and upper or lower case in
-English, nltk and its data punkt_tab for sentences and capital words. Without them a row of such a kind is refused.
+English, nltk and its data punkt_tab for sentences and capital words. Without them a row of such a kind is rejected.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Checkpoints:
         process.StopRequest.last_step_saved = saved and self.args.vllm_engines == 0
 
     def _check_folder_is_shared(self) -> None:
-        """Refuse a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
+        """Reject a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
         lock = self.log.folder / "lock"  # which rank 0 holds, with its name in it
         holder = self._gather(lock.read_text() if self.rank == 0 else None)[0]
         deadline = time.monotonic() + 10.0  # a network file system may show a new folder late

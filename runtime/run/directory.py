@@ -19,16 +19,7 @@ from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
-from runtime.system.process import (
-    HELD,
-    file_digest,
-    lock_holder,
-    print_on_rank_0,
-    rank,
-    refuse,
-    versions,
-    write_whole,
-)
+from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
 
 # What a run writes in its folder and changes or renames when it starts again.
@@ -38,7 +29,7 @@ WRITTEN = (
 )
 # What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
 LEFT = (
-    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb"),
+    *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb", "tensorboard"),
     *("curves.png", "report.html", "eval_samples.jsonl", "measured_kl.json"),
 )
 
@@ -77,7 +68,7 @@ def run_name(args, defaults) -> str:
 def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     """Find the folder of a run, and the checkpoint that it resumes from (None: it starts from scratch).
 
-    Refuses whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
+    Rejects whatever would lose the work of a run. This function only looks: ``RunLog`` writes once the models are
     loaded, so a failed start leaves nothing behind. Rank 0 alone verifies checkpoints and returns one;
     ``checkpoints.Checkpoints`` tells the other ranks. For a finished run the program ends here, with exit code 0.
     """
@@ -85,10 +76,10 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     if rank() == 0:
         check_writable(folder, args)
     if holder := lock_holder(folder):
-        words = "wait for its end or choose another --run_name"
+        words = "wait for it to finish or choose another --run_name"
         refuse(f"{folder} is in use by a running process ({holder}); {words}", HELD)
     if args.overwrite and args.resume not in ("auto", "never"):
-        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues: give one of them")
+        refuse(f"--overwrite starts from scratch and --resume {args.resume} continues; pass only one of them")
     check_is_a_run(folder, args)
     check_apart(folder)
     if args.overwrite:
@@ -101,7 +92,7 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
 
 
 def check_is_a_run(folder: Path, args) -> None:
-    """Refuse a folder that holds something else than a run, where this one would delete, cut or rename it.
+    """Reject a folder that holds something else than a run, where this one would delete, cut or rename it.
 
     A run is known by the arguments in its config.json, or, where that is lost, by a checkpoint.
     """
@@ -119,9 +110,8 @@ def check_is_a_run(folder: Path, args) -> None:
 def no_run(folder: Path) -> str:
     """Return the reason why a folder holds no run, by its config.json, or "" if it holds one."""
     try:
-        return (
-            "" if "args" in json.loads((folder / "config.json").read_text()) else "its config.json is not that of a run"
-        )
+        has_arguments = "args" in json.loads((folder / "config.json").read_text())
+        return "" if has_arguments else "its config.json is not that of a run"
     except FileNotFoundError:
         return "it has no config.json"
     except (OSError, ValueError, TypeError) as error:
@@ -135,10 +125,10 @@ def left_by_a_run(folder: Path) -> list[Path]:
 
 
 def check_apart(folder: Path) -> None:
-    """Refuse a run inside the folder of another, where each would take the other's files for its own."""
+    """Reject a run inside the folder of another, where each would take the other's files for its own."""
     outer = [parent for parent in folder.absolute().parents if not no_run(parent)]
     if outer:
-        refuse(f"{folder} lies in the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
+        refuse(f"{folder} is inside the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -160,7 +150,7 @@ def check_earlier_run(folder: Path, args) -> None:
         change = ", ".join(other[:5])
         refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
     if args.resume == "never":
-        refuse(f"{folder} holds this very run already; --overwrite replaces it, --seed or --exp_name start another")
+        refuse(f"{folder} already contains this run; use --overwrite to replace it, or another --seed or --exp_name")
     if args.resume != "auto" or unfinished(folder, args):
         return
     changed = changed_code(config.get("code"), code_of(args))
@@ -185,7 +175,7 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
 
 
 def check_writable(folder: Path, args) -> None:
-    """Refuse a folder in which no file can be made, by making one without a name; a dry run is only warned."""
+    """Reject a folder in which no file can be made, by making one without a name; a dry run is only warned."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -200,7 +190,7 @@ def check_writable(folder: Path, args) -> None:
 
 
 def check_disk(args, folder: Path) -> None:
-    """Refuse a disk that cannot take the trained weights: better in the first second than after the last step.
+    """Reject a disk that cannot take the trained weights: better in the first second than after the last step.
 
     Counts model/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a model on
     the hub is unknown). Checkpoints are left out: with several ranks each node may have a disk of its own. A dry run
@@ -353,7 +343,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if steps and start is None:
         refuse(
             f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
-            f"this run's work; --run_name starts another beside it"
+            f"this run's work; --run_name starts another next to it"
         )
     named = folder / "checkpoints" / "latest"
     if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
@@ -362,16 +352,16 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_nothing_is_lost(folder: Path, args) -> None:
-    """For a run without any checkpoint: refuse to start from scratch where it would throw away what the user kept."""
+    """For a run without any checkpoint: reject a start from scratch that would discard what the user kept."""
     done = last_step(folder / "metrics.jsonl")
     if done > 0 and args.save_every == 0 and args.save_minutes == 0:
         refuse(
-            f"{folder} holds {done} steps of this very run and saved none of them (--save_every 0, --save_minutes 0); "
+            f"{folder} holds {done} steps of this run and no checkpoint of them (--save_every 0, --save_minutes 0); "
             f"--overwrite starts it from scratch, --seed or --exp_name start another"
         )
     if (folder / "model").exists():
         refuse(
-            f"{folder} holds {done} steps of this very run, which ended without a checkpoint to resume from "
+            f"{folder} holds {done} steps of this run, which ended without a checkpoint to resume from "
             f"(--save_every, --save_minutes); --overwrite starts it from scratch, --model_name_or_path "
             f"{folder / 'model'} starts a run from its weights"
         )
@@ -380,7 +370,7 @@ def check_nothing_is_lost(folder: Path, args) -> None:
 
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:
-    """Refuse a checkpoint of another configuration or of other code."""
+    """Reject a checkpoint of another configuration or of other code."""
     other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
@@ -397,8 +387,8 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
     print_on_rank_0(f"resuming after step {state['step']}, from {start}")
     if state["world_size"] != world_size:
         print_on_rank_0(
-            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is cut "
-            f"anew for them, results are equal up to rounding"
+            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is "
+            f"resharded, results are equal up to rounding"
         )
     _, allowed = changed_arguments(state["args"], args, resolved=True)
     for line in allowed:

@@ -49,11 +49,7 @@ class Case:
         """The run in ``folder``, which may still be going, with some of its samples where it has many."""
         samples = map(brief, records(folder / "samples.jsonl"))
         few, _ = thin(samples, SAMPLES)
-        return cls(
-            args=read_config(folder).get("args", {}),
-            metrics=read(folder / "metrics.jsonl"),
-            samples=few,
-        )
+        return cls(args=read_config(folder).get("args", {}), metrics=read(folder / "metrics.jsonl"), samples=few)
 
     def curve(self, name: str) -> pd.Series:
         """A metric over the steps that have a finite value of it."""

@@ -1,4 +1,4 @@
-"""Log of a run: metrics, samples and evaluations as JSON lines, the console, Weights & Biases."""
+"""Log of a run: metrics, samples and evaluations as JSON lines, the console, trackers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import numpy as np
 from runtime.arguments import presets
 from runtime.arguments.flags import OPEN, is_open
 from runtime.data.samples import Problem, Sample
-from runtime.run import verdict
+from runtime.run import tracking, verdict
 from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, recorded, script_of
-from runtime.run.run_files import control_of
+from runtime.run.run_files import control_of, read_config
 from runtime.system import git, library_logs
 from runtime.system.process import (
     PROJECT,
@@ -101,7 +102,7 @@ def print_header(
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
     if model is None:
-        lines.append(f"memory     unknown: the config of {args.model_name_or_path} has not the usual names")
+        lines.append(f"memory     unknown: config.json of {args.model_name_or_path} lacks the expected fields")
     else:
         lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
     ids = problems[0].prompt_ids
@@ -204,7 +205,7 @@ def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
 
 
 class RunLog:
-    """The files of a run (rank 0 writes, the others are silent), wandb, and the console.
+    """The files of a run (rank 0 writes, the others are silent), its trackers, and the console.
 
     ``metrics.jsonl``, ``eval.jsonl`` and ``samples.jsonl`` get one JSON object per line. A metric without a value in a
     step is left out; a value that is not finite is written as null.
@@ -231,13 +232,12 @@ class RunLog:
         self.args = args
         self.total = total_steps
         self.is_main = is_main
-        self.wandb = None
+        self.trackers: dict[str, Any] = {}  # by the names that --track has for them
         self.wandb_id = None
         self.zero_steps = 0  # in a row, without a score above 0
         self.first = 0  # the step after which the run resumed
-        self.scores: dict[
-            int, float | None
-        ] = {}  # step -> pass@1 of the evaluation after it, or its reward where that is graded
+        # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
+        self.scores: dict[int, float | None] = {}
         self.needless: Path | None = None  # a checkpoint that a finished run does not need
         self.begun = time.monotonic()
         self.timed_from: tuple[int, float] | None = None  # the step and time from which the ETA is computed
@@ -261,7 +261,7 @@ class RunLog:
             self.wandb_id = self._tracked_by(start, state)
         self._drop_later_steps(start is not None)
         (folder / verdict.FILE).unlink(missing_ok=True)
-        if args.track and self.wandb_id is None:
+        if "wandb" in args.track and self.wandb_id is None:
             self.wandb_id = secrets.token_hex(4)
         config = {
             "args": recorded(args),
@@ -281,13 +281,14 @@ class RunLog:
         }
         write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
         library_logs.write_to(folder)
-        if args.track:
-            self._start_wandb(config)
+        starts = {"wandb": partial(tracking.start_wandb, folder, config)}
+        starts["tensorboard"] = partial(tracking.TensorBoard, folder, self.first + (start is not None))
+        found = {name: self._track(name, starts[name]) for name in dict.fromkeys(args.track)}
+        self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
 
     def _check_data(self, data: str) -> None:
-        """Refuse to resume on other problems: their order and what is held out would be others."""
-        config = self.folder / "config.json"
-        if not config.exists() or json.loads(config.read_text()).get("data", data) == data:
+        """Reject a resume on other problems: their order and the held-out ones would differ."""
+        if read_config(self.folder).get("data", data) == data:
             return
         self.lock.release()
         refuse(
@@ -301,8 +302,7 @@ class RunLog:
 
         wandb silently drops steps up to the last that it has. Those that ``--resume auto`` repeats are equal anyway.
         """
-        config = self.folder / "config.json"
-        known = (json.loads(config.read_text()) if config.exists() else {}).get("wandb_id") or state.get("wandb_id")
+        known = read_config(self.folder).get("wandb_id") or state.get("wandb_id")
         is_other = start.absolute().parent.parent != self.folder.absolute()
         goes_back = is_other or last_step(self.folder / "metrics.jsonl") > self.first
         return None if self.args.resume != "auto" and goes_back else known
@@ -318,35 +318,13 @@ class RunLog:
                 shutil.rmtree(self.folder / f"{name}.aside", ignore_errors=True)
                 (self.folder / name).rename(self.folder / f"{name}.aside")
 
-    def _start_wandb(self, config: dict) -> None:
-        import wandb
-
-        options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": self.folder.name}
-        options |= {"config": config, "dir": str(self.folder), "id": self.wandb_id, "resume": "allow"}
-        # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
-        # commit is in config. And it would ask a terminal for a key, and wait for the answer.
-        words, keyboard = sys.argv, sys.stdin
-        for mode, limits in ((None, {"init_timeout": 20, "finish_timeout": 30}), ("offline", {})):
-            try:
-                sys.argv = config["command"]
-                settings = wandb.Settings(silent=True, disable_git=True, **limits)
-                with open(os.devnull) as sys.stdin:
-                    self.wandb = wandb.init(**options, mode=mode, settings=settings)
-                break
-            except Exception as error:  # no network, no key, a server error: tracking never stops a run
-                reason = redact((str(error) or type(error).__name__).splitlines()[0])
-                instead = f"tracking offline in {self.folder}" if mode is None else "no tracking"
-                print(f"warning: wandb is not reachable ({reason}); {instead}", flush=True)
-            finally:
-                sys.argv, sys.stdin = words, keyboard
-
-    def _track(self, method: str, *arguments, **named) -> None:
-        """Tell wandb. If that fails (its process killed, its server gone), the run continues without it."""
+    def _track(self, name: str, call: Callable[[], Any]) -> Any:
+        """Call a tracker. If that fails (its process killed, its disk full), the run continues without it."""
         try:
-            getattr(self.wandb, method)(*arguments, **named)
+            return call()
         except Exception as error:
-            print_on_rank_0(f"warning: wandb failed ({type(error).__name__}: {error}); no more tracking")
-            self.wandb = None
+            print_on_rank_0(f"warning: {name} failed ({type(error).__name__}: {error}); no more tracking by it")
+            self.trackers.pop(name, None)
 
     def write(self, file: str, record: dict[str, Any]) -> None:
         """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
@@ -354,9 +332,10 @@ class RunLog:
             return
         with open(self.folder / file, "a") as f:
             f.write(json.dumps(_writable(record, secret_values()), default=np.ndarray.tolist) + "\n")
-        if self.wandb is not None and file in ("metrics.jsonl", "eval.jsonl"):
+        if file in ("metrics.jsonl", "eval.jsonl"):
             numbers = {k: v for k, v in record.items() if k != "step" and not isinstance(v, list)}
-            self._track("log", numbers, step=record["step"])
+            for name, tracker in tuple(self.trackers.items()):
+                self._track(name, partial(tracker.log, numbers, step=record["step"]))
 
     def evaluation(self, result: dict[str, Any]) -> None:
         """Write one evaluation to eval.jsonl and the console."""
@@ -420,9 +399,9 @@ class RunLog:
                 print_on_rank_0(f"warning: no verdict ({type(error).__name__}: {error})")
 
     def close(self) -> None:
-        """Finish wandb, and let other runs have the folder."""
-        if self.wandb is not None:
-            self._track("finish")
+        """Finish the trackers, and let other runs have the folder."""
+        for name, tracker in tuple(self.trackers.items()):
+            self._track(name, tracker.finish)
         if not self.is_main:
             return
         if self.needless is not None and (self.folder / "model").is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +24,14 @@ def prepare_run(
     own_checks: list[Callable[[flags.RunFlags], None]],
     truth_error: Callable,
 ) -> Ready | None:
-    """Refuse a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
+    """Reject a run that cannot work or would not mean what it says, with exit code 2. Loads no model.
 
     Returns what ``main`` needs; None on a rank that only samples.
 
     Args:
         args: of the run.
         defaults: the script's, which a run's name leaves out.
-        own_checks: what only this script refuses, and what the verifiers do.
+        own_checks: the checks of this script alone, and those of the verifiers.
         truth_error: what is wrong with the ground truth of a row, for the verifiers.
     """
     process.listen_for_signals()
@@ -65,22 +64,3 @@ def prepare_run(
     args.recorded_choices = directory.earlier_choices(args, folder)
     process.prepare_environment(args.recorded_choices.get("dtype", args.dtype))
     return problems, eval_problems, folder, start
-
-
-def as_it_would_start(args: flags.RunFlags, config: dict, truth_error: Callable) -> flags.RunFlags:
-    """Return a copy of ``args`` with the values that a start would give to flags that were left open.
-
-    config: config.json of the run in the folder. What that run left open as well has its value; runs that did not
-    write this down are taken to have done so. Data are read only for a length that it was given and that follows from
-    them now.
-    """
-    args = copy.copy(args)
-    left_open = [name for name in config.get("left_open", flags.OPEN) if flags.is_open(args, name)]
-    for name in left_open:
-        setattr(args, name, config["args"].get(name))
-    args.flags_set = args.flags_set and args.flags_set.union(left_open)
-    if derived_defaults.open_lengths(args):
-        derived_defaults.fill(args, *problem_set.load_problems(args, truth_error))
-    elif any(flags.is_open(args, name) for name in flags.OPEN):
-        derived_defaults.fill(args, [None] * config.get("problems", 0), [])
-    return args

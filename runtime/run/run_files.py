@@ -44,7 +44,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         return {}
     config = parsed(path.read_text(errors="replace"))
     if not config or not isinstance(config.get("args", {}), dict):
-        warn(f"{path} is no JSON object of a run; the arguments of this run are unknown")
+        warn(f"{path} is not a JSON object of a run; the arguments of this run are unknown")
         return {}
     return config
 

@@ -69,9 +69,9 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
     if pair.get("by_reward"):
         return by_reward(case, pair)
     if pair["low"] > 0:
-        return LEARNED, "more is right after training than before it"
+        return LEARNED, "pass@1 improved (95 % interval above 0)"
     if pair["high"] < 0:
-        return NOT_LEARNED, "less is right after training than before it"
+        return NOT_LEARNED, "pass@1 got worse (95 % interval below 0)"
     if pair["high"] < SMALL:
         return NOT_LEARNED, f"the gain is below {SMALL}"
     return UNKNOWN, "too few problems to tell a gain from none (--eval_prompts, --eval_samples)"
@@ -137,7 +137,7 @@ def in_words(found: dict[str, Any]) -> str:
     forms = {
         "groups_with_signal": "groups with signal {:.0%}",
         "truncated": "truncated {:.0%}",
-        "sampler_logprob_diff": "engine and trainer at most {:.1e} nats apart",
+        "sampler_logprob_diff": "log-prob difference of engine and trainer at most {:.1e} nats",
         "skipped_steps": "skipped optimizer steps {:.0f}",
     }
     lines.append("           " + ", ".join(form.format(found[name]) for name, form in forms.items() if name in found))
@@ -152,9 +152,11 @@ def write(folder: Path, last: int) -> str:
     return in_words(found)
 
 
-def outcome_of(folder: Path) -> str | None:
-    """Return the outcome in verdict.json of a finished run, or None if it cannot be read."""
+def read_verdict(folder: Path) -> dict[str, Any] | None:
+    """Return verdict.json of a finished run, or None if it is missing or no complete verdict."""
     try:
-        return json.loads((folder / FILE).read_text())["outcome"]
+        found = json.loads((folder / FILE).read_text())
+        in_words(found)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return found

@@ -33,13 +33,13 @@ def exchange(name: str, mine: Any, patience: float) -> list[Any]:
             refuse(f"another rank failed: {store.get('failure').decode()}", code=1)
         if time.monotonic() > deadline:
             missing = next(n for n, place in enumerate(places) if not store.check([place]))
-            refuse(f"rank {missing} did not come within {patience:g} s; see what it printed", code=1)
+            refuse(f"rank {missing} did not arrive within {patience:g} s; see what it printed", code=1)
         time.sleep(0.1)
     return [json.loads(store.get(place)) for place in places]
 
 
 def check_equal(facts: list[dict[str, dict[str, Any]]]) -> None:
-    """Refuse ranks that differ, by exit code 2, with the rank and both values. ``facts``: kind -> name -> value."""
+    """Reject ranks that differ, with exit code 2, with the rank and both values. ``facts``: kind -> name -> value."""
     for number, theirs in enumerate(facts):
         for kind, values in theirs.items():
             first = facts[0][kind]

@@ -31,7 +31,7 @@ def records(path: Path) -> Iterator[dict]:
             elif line.endswith("\n") and line != "\n":
                 broken.append(number)
     if broken:
-        warn(f"{path}: {len(broken)} line(s) are no JSON objects and left out, the first of them line {broken[0]}")
+        warn(f"{path}: {len(broken)} line(s) are not JSON objects and are left out, the first of them line {broken[0]}")
 
 
 def parsed(text: str) -> dict:

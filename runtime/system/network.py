@@ -39,8 +39,8 @@ def own_address() -> str:
         if address is not None and not address.startswith("127.") and address != "::1":
             return address
     refuse(
-        f"several nodes, but {socket.gethostname()} knows no way to MASTER_ADDR {os.environ['MASTER_ADDR']} other than "
-        f"its loopback; give --main_process_ip an address that all nodes can reach, or set GLOO_SOCKET_IFNAME"
+        f"several nodes, but {socket.gethostname()} has no route to MASTER_ADDR {os.environ['MASTER_ADDR']} other than "
+        f"its loopback; pass --main_process_ip an address that all nodes can reach, or set GLOO_SOCKET_IFNAME"
     )
 
 

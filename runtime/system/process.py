@@ -444,6 +444,8 @@ def prepare_environment(dtype: str = "auto") -> None:
         defaults["TRITON_F32_DEFAULT"] = "ieee"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if hub := sys.modules.get("huggingface_hub.utils"):  # imported with datasets, and has read its variable already
+        hub.disable_progress_bars()
     if not several_nodes():
         # Messages of torch's C++ code, which cannot be caught. With several nodes they tell which one does not answer.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -120,7 +120,7 @@ def _kind(value, scope: dict) -> str:
         return name
     if cls.__module__ == scope.get("__name__") and scope.get(cls.__name__) is cls:
         return "member" if isinstance(value, enum.Enum) else "object"
-    raise NoPlainValue(f"a {cls.__qualname__} is no value that a test and a program can exchange")
+    raise NoPlainValue(f"a {cls.__qualname__} is not a value that a test and a program can exchange")
 
 
 def _attributes(value) -> dict:
@@ -322,7 +322,7 @@ KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000  # its verdicts; FAIL tak
 
 
 def refused_calls() -> dict[str, int]:
-    """The calls of REFUSED_CALLS with their numbers here. Raises OSError on a machine that is in no column."""
+    """The calls of refusedCALLS with their numbers here. Raises OSError on a machine that is in no column."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"the numbers of the system calls of {machine} are not known")
@@ -420,7 +420,7 @@ def prepare_namespaces(mounts: dict[str, str]) -> tuple[int, int]:
     """Build a root in new namespaces, once per server: descriptors of the user and of the mount namespace.
 
     Every sandbox has a copy of the second. To build it each time would take ten times as long as all the rest.
-    Raises OSError where the kernel refuses.
+    Raises OSError where the kernel denies it.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     builder = os.fork()
@@ -1050,7 +1050,7 @@ class Sandbox:
     Use as a context manager: leaving it ends whatever a job started. The sandbox is prepared in the background;
     ``start`` gives it a job, and the ``seconds`` of wall time begin. A further job finds neither processes nor files
     of the last; still, one sandbox is for one program. ``isolated=False`` leaves only the limits and the filter.
-    Raises OSError where the kernel refuses.
+    Raises OSError where the kernel denies it.
     """
 
     def __init__(self, seconds: float, isolated: bool | None = None):
@@ -1106,7 +1106,7 @@ class Sandbox:
             raise OSError(" ".join(said) or "the sandbox does not start")
 
     def start(self, mode: str, code: str, before: str = "", entry_point: str = "", text: str = "") -> None:
-        """Give the sandbox its job; the next one when the last has ended. Raises OSError where the kernel refuses."""
+        """Give the sandbox its job; the next one when the last has ended. Raises OSError where the kernel denies it."""
         if not self.prepared:
             self._expect("ready")
             self.prepared = True

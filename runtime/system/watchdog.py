@@ -68,7 +68,7 @@ def explain_restart(error: Exception, left: int) -> None:
     """Print why an engine failed, and let go of what its traceback holds: the engine, with all its memory."""
     print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
     name = f"rank {torch.distributed.get_rank()}"
-    print(f"warning: {name}: {redact(str(error))}; its engine is built again ({left} more time(s) at most)", flush=True)
+    print(f"warning: {name}: {redact(str(error))}; its engine is restarted ({left} restart(s) left)", flush=True)
     cause = error.__cause__
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -204,7 +204,7 @@ class Watch:
             limit = f"--timeout {self.limit:g}"
             if self.count > 1 and self.neighbor is None and 0 < self.limit < now - begun:
                 self.abort(
-                    f"{self.name} failed: {self._next_rank()} did not come within {limit} s; see what it printed"
+                    f"{self.name} failed: {self._next_rank()} did not arrive within {limit} s; see what it printed"
                 )
             if 0 < self.limit < now - heard:
                 faulthandler.dump_traceback(file=2, all_threads=True)

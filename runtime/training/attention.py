@@ -248,7 +248,7 @@ def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention:
 
 
 def check_mask_size(model, layout: str, sizes: Sizes, args) -> None:
-    """Refuse micro-batches whose dense masks could be larger than ``MASK_LIMIT``. Exits with code 2."""
+    """Reject micro-batches whose dense masks could be larger than ``MASK_LIMIT``. Exits with code 2."""
     attention = model.config.get_text_config()._attn_implementation
     other = " or use --batch_layout padded" if layout != "padded" else ""
     budget = sizes.micro_batch_tokens

@@ -71,9 +71,9 @@ def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
     known = {name: RESPONSES[name] for name in names if name in RESPONSES}
     if not known:
         refuse(
-            f"--max_response_length: was not given, and of {', '.join(sorted(names))} no usual length is known (the "
-            f"default of 32 is for the quickstart's sums); give it, for example 512 for a short explanation, 2048 for "
-            f"a derivation, 4096 for a model that thinks first"
+            f"--max_response_length: was not given, and the usual length for {', '.join(sorted(names))} is unknown "
+            f"(the default of 32 is for the quickstart's sums); pass it, for example 512 for a short explanation, "
+            f"2048 for a derivation, 4096 for a model that thinks first"
         )
     longest = max(known, key=known.get)
     length = known[longest]

@@ -77,13 +77,13 @@ def as_words(changes: dict) -> str:
 def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     """(sizes of micro-batches and engine, why these). Ends with exit code 2 where nothing fits the GPU.
 
-    The flags that name them win, and then nothing is refused.
+    The flags that name them win, and then nothing is rejected.
     """
     if setting.card == 0:
         return default_sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"
     wanted = next(candidates(args, setting))
     if model is None:
-        return wanted, "the model's config has not the usual names: its memory is unknown"
+        return wanted, "the model's config lacks the expected fields: its memory is unknown"
     found = first_fit(args, model, setting)
     if found is not None:
         part = "all of these fit" if found == wanted else "the largest that fit"

@@ -18,7 +18,7 @@ ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base
 
 
 def check_model(args: RunFlags, flag: str = POLICY) -> None:
-    """Refuse a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
+    """Reject a model that cannot serve, before anything is loaded: no weights, too short a context, no chat template.
 
     args: ``model_name_or_path`` names it, which ``flag`` gave. Only the policy, of the default flag, needs a template.
     """
@@ -42,7 +42,7 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
     if args.template.text is None and not own_template:
         known = ", ".join(CHAT_TEMPLATES)
         owner = args.tokenizer_name_or_path or name
-        refuse(f"--chat_template: the tokenizer of {owner} has no template of its own; give a file or one of {known}")
+        refuse(f"--chat_template: the tokenizer of {owner} has no chat template; pass a file or one of {known}")
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -135,7 +135,7 @@ warn_once = functools.cache(print_on_rank_0)  # one model may be loaded for the 
 
 
 def check_files(folder: Path, files: set[str], flag: str) -> None:
-    """Refuse what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
+    """Reject what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
     for name in sorted(files):
         if not name.endswith((".safetensors", ".bin", ".json", ".model")) or not (folder / name).is_file():
             continue
@@ -166,7 +166,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def check_reward_model(args: RunFlags) -> None:
-    """Refuse a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
+    """Reject a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
     name = args.reward_model_name_or_path
     length = args.reward_model_max_length
     if name is None:
@@ -176,8 +176,8 @@ def check_reward_model(args: RunFlags) -> None:
     config = read_configs(args.reward_model, "--reward_model_name_or_path", args.dry_run)[0]
     if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
         refuse(
-            f"--reward_model_name_or_path {name}: {config.get('architectures')} is no sequence classifier; its scores "
-            f"would come from a random head"
+            f"--reward_model_name_or_path {name}: {config.get('architectures')} is not a sequence classifier, so "
+            f"its scores would come from a random head"
         )
     if len(config.get("id2label", "01")) != 1:
         refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")

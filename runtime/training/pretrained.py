@@ -37,7 +37,7 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     if cuda:
         wanted = gpu_dtype(wanted, device)
     elif wanted == "float16":
-        refuse("--dtype float16 needs a GPU: on CPUs DeepSpeed has no training in it; give bfloat16 or float32")
+        refuse("--dtype float16 needs a GPU: DeepSpeed does not train in float16 on CPUs; use bfloat16 or float32")
     elif wanted == "auto":
         rates = cpu_rates.known_rates()
         wanted = "bfloat16" if rates["bfloat16"] > cpu_rates.MARGIN * rates["float32"] else "float32"
@@ -66,9 +66,9 @@ def gpu_dtype(wanted: str, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     name = f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}"
     if capability < OLDEST_GPU:
-        refuse(f"{name}, and CUDA 13, for which torch and vLLM are built here, begins with 7.5: take a newer GPU")
+        refuse(f"{name}; torch and vLLM are built here for CUDA 13, which requires 7.5 or newer: use a newer GPU")
     if capability < MODERN_GPU and wanted == "bfloat16":
-        refuse(f"--dtype bfloat16: {name} and no bfloat16, which begins with 8.0; give --dtype float16 or float32")
+        refuse(f"--dtype bfloat16: {name}, and bfloat16 requires 8.0 or newer; pass --dtype float16 or float32")
     if wanted != "auto":
         return wanted
     return "bfloat16" if capability >= MODERN_GPU else "float16"
@@ -187,5 +187,5 @@ def stop_token_ids(model, tokenizer) -> list[int]:
         value = getattr(holder, "eos_token_id", None)  # the config of a composite model has the field in its text part
         ids |= set(value if isinstance(value, list) else [value])
     if not ids - {None}:
-        refuse("this model and its tokenizer name no token that ends a response: set eos_token_id in its config.json")
+        refuse("this model and its tokenizer define no EOS token; set eos_token_id in its config.json")
     return sorted(ids - {None})

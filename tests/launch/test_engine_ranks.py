@@ -70,7 +70,7 @@ def test_an_engine_that_raises_is_built_again_in_its_rank(in_thread, tiny, tmp_p
     expected = in_thread()
     line = command(tiny, tmp_path, *STEPS, *ONE_ENGINE, ranks=2, rollout="vllm")
     text = finish(with_program(line, tmp_path, RAISES), tmp_path / "log", 300)
-    assert "the engine broke on purpose" in text and "its engine is built again" in text
+    assert "the engine broke on purpose" in text and "its engine is restarted" in text
     check_equal(expected, tmp_path / "run")
 
 
@@ -207,7 +207,7 @@ def test_a_process_that_is_killed_is_started_again(in_thread, tiny, tmp_path):
     expected = in_thread(*more)
     line = command(tiny, tmp_path, *STEPS, *more, "--engine_process", rollout="vllm")
     text = finish(with_program(line, tmp_path, DIES), tmp_path / "log", 400)
-    assert "was killed by SIGKILL (no memory?)" in text and "its engine is built again" in text
+    assert "was killed by SIGKILL (no memory?)" in text and "its engine is restarted" in text
     check_equal(expected, tmp_path / "run")
 
 

@@ -67,7 +67,7 @@ time.sleep(120)
 
 @needs("ray")
 def test_a_job_that_is_stopped_on_ray_saves(ray, tmp_path):
-    """Six seconds, where Ray's own default kills after three; a second submission of it is refused meanwhile."""
+    """Six seconds, where Ray's own default kills after three; a second submission of it is rejected meanwhile."""
     (tmp_path / "saves.py").write_text(SAVES)
     words = ["--", sys.executable, "saves.py", str(tmp_path / "saved")]
     job = ray_job(ray, tmp_path, *words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import io
 import json
 import re
@@ -22,6 +23,8 @@ import report
 from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
 
 from runtime.grading.intervals import rate_interval, wilson
+from runtime.run import verdict
+from runtime.run.doctor import Case, examine
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATIENCE = 120  # seconds for each answer of a browser, on a machine that works on other things as well
@@ -264,7 +267,27 @@ def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     assert "| 2 | 3 |" in call(plot, *folders, *words)
     config["code"]["grpo.py"] = "another"
     (folders[0] / "config.json").write_text(json.dumps(config))
-    assert "runs that differ in exp_name would be averaged" in call(plot, *folders, *words, ok=False)
+    out = call(plot, *folders, *words)
+    assert "note: the runs also differ in exp_name" in out and out.count("| 1 | 3 |") == 2
+
+
+def test_copies_are_compared_in_every_setting(runs, tmp_path, monkeypatch):
+    """--by exp_name of runs with two learning rates: a panel for each, and no mean over both."""
+    folders = []
+    for run in plot.load_runs([runs], []):
+        folders += [run.folder, tmp_path / f"mine_{run.folder.name}"]
+        shutil.copytree(run.folder, folders[-1])
+        config = json.loads((folders[-1] / "config.json").read_text())
+        config["args"]["exp_name"], config["code"]["grpo.py"] = "mine", "another"
+        (folders[-1] / "config.json").write_text(json.dumps(config))
+    words = ["--by", "exp_name", "--y", "reward/mean", "--output", tmp_path / "x.png"]
+    out = call(plot, *folders, *words)
+    assert "note: the runs also differ in learning_rate, so --by is exp_name learning_rate" in out
+    rows = re.findall(r"^\| (\w+) \| (0\.\d+) \| (\d+) \|", out, flags=re.MULTILINE)
+    assert sorted(rows) == [(name, rate, "2") for name in ("grpo", "mine") for rate in ("0.001", "0.01")]
+    assert "note" not in call(plot, *folders, *words, "--where", "learning_rate=0.01")
+    monkeypatch.setattr(plot, "MAX_PANELS", 1)
+    assert "which would make 2 panels per metric, more than 1; choose some" in call(plot, *folders, *words, ok=False)
 
 
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
@@ -273,7 +296,7 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     log = tmp_path / f"{folders[0].name}.log"
     log.write_text("step 1\n")
     assert "pass@1" in call(plot, log, *folders, "--output", tmp_path / "x.png")
-    assert "these are logs" in call(plot, log, ok=False)
+    assert "these are log files" in call(plot, log, ok=False)
     assert "is not a folder" in call(plot, folders[0], tmp_path / "x.png.txt", "--output", "x.png", ok=False)
 
 
@@ -316,8 +339,8 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     argv = [sys.executable, str(ROOT / "scripts" / script), str(copy)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode in ((0, 1) if script == "doctor.py" else (0,)), done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are no JSON objects") == 1
-    assert "config.json is no JSON object" in done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are not JSON objects") == 1
+    assert "config.json is not a JSON object" in done.stderr
     assert script == "report.py" or "3 step" in done.stdout
 
 
@@ -332,7 +355,6 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
         (["--metrics", "nonsense", "--output", "x.png"], "--y nonsense: not logged"),
         (["--where", "seed", "--output", "x.png"], "write NAME=VALUE"),
         (["--where", "seed=7", "--output", "x.png"], "--seed is 1, 2"),
-        (["--by", "seed", "--output", "x.png"], "runs that differ in learning_rate would be averaged"),
         (["--by", "learning_rate", "--output", "x.nope"], "the suffix must be one of"),
     ],
 )
@@ -384,6 +406,33 @@ def test_the_page_holds_the_run(folder):
     assert not re.search(
         r"""(src|href)\s*=|url\(|@import|fetch\(|XMLHttp|https?://(?!www\.w3\.org/2000/svg)""", text.replace(data, "")
     )
+
+
+def test_the_page_begins_with_the_verdict_and_the_doctor(folder):
+    """Word for word as at the end of the run; nothing comes before them but the title, and all is visible at once."""
+    found = verdict.verdict(folder, 3)
+    assert found["findings"], "this run of three steps has something that the doctor finds"
+    (shown,) = re.findall(r'</h1><pre id="summary">(.*?)</pre>', (folder / "report.html").read_text(), flags=re.DOTALL)
+    assert html.unescape(shown).startswith(verdict.in_words(json.loads((folder / verdict.FILE).read_text())) + "\n\n")
+    lines = html.unescape(shown).splitlines()
+    assert lines[0].startswith("verdict    ") and sum(line.startswith("doctor     ") for line in lines) == len(
+        found["findings"]
+    )
+
+
+@pytest.mark.parametrize("state", ["going", "damaged"])
+def test_the_page_of_a_run_without_a_verdict_says_so(runs, tmp_path, state):
+    """The doctor examines what there is; a half-written verdict is none."""
+    copy = tmp_path / "copy"
+    shutil.copytree(next(f for f in sorted(runs.iterdir()) if (f / "config.json").exists()), copy)
+    words = (copy / verdict.FILE).read_text()
+    (copy / verdict.FILE).write_text(words[: len(words) // 2])
+    if state == "going":
+        (copy / verdict.FILE).unlink()
+    text = html.unescape(report.page(copy))
+    assert '<pre id="summary">verdict    none: the run has not reached its end; the last step in metrics' in text
+    for finding in examine(Case.of(copy)):
+        assert f"\ndoctor     {finding}\n" in text
 
 
 class Browser:

@@ -161,12 +161,12 @@ def test_a_preemption_is_no_retry(slurm, tmp_path):
 
 @pytest.mark.engines
 def test_dependencies_that_cannot_be(slurm, tmp_path):
-    """After a failed job the next one is canceled; a number that is no job's is refused."""
+    """After a failed job the next one is canceled; a number that is no job's is rejected."""
     first = slurm.submit(tmp_path, "--", "bash", "-c", "sleep 3; exit 5")
     last = slurm.submit(tmp_path, "--depends_on", first, "--", "true")
     assert slurm.wait(last, "CANCELLED", "COMPLETED", timeout=60)["JobState"] == "CANCELLED"
     done = slurm.submission(tmp_path, "--depends_on", "999999", "--", "true")
-    assert done.returncode == 2 and "--depends_on 999999: Slurm knows no such job" in done.stderr
+    assert done.returncode == 2 and "--depends_on 999999: Slurm has no such job" in done.stderr
 
 
 @pytest.mark.engines

@@ -152,7 +152,7 @@ def test_an_edited_script_runs_in_an_image_that_has_the_commit(tmp_path, monkeyp
 
 
 def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
-    """On a mount the code is there; without edits there is nothing to send; too much is refused with the remedy."""
+    """On a mount the code is there; without edits there is nothing to send; too much is rejected with the remedy."""
     here = repository(tmp_path)
     monkeypatch.chdir(here)
     words = ["--backend", "beaker", "--image", "me/rlvr", "--", "python", "old.py"]
@@ -168,7 +168,7 @@ def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
     (here / "old.py").write_text("".join(f"x{i} = {hash(str(i))}\n" for i in range(20000)))
     for script, words_of_it in (
         ("old.py", "put the code on a --mount"),
-        (f"{here}/new.py", "no path inside this folder"),
+        (f"{here}/new.py", "must be a relative path inside this folder"),
     ):
         with pytest.raises(SystemExit) as end:
             submitted([*words[:-1], script])
@@ -669,7 +669,7 @@ sys.exit(int(sys.argv[1]))
     [(1, 2, 10, 3, 1), (137, 1, 10, 2, 137), (1, 99, 3, 4, 75), (2, 99, 10, 1, 2), (1, 0, 10, 1, 1), (0, 1, 10, 1, 0)],
 )
 def test_a_crash_after_a_new_checkpoint_is_worth_another_start(tmp_path, code, saves, retries, starts, ends):
-    """It came further than at its last start; one that did not, and refused arguments, would come again."""
+    """It came further than at its last start; one that did not, and rejected arguments, would come again."""
     words = [sys.executable, "-c", CRASH, str(code), str(saves)]
     done = run_local(tmp_path, "--run_dir", "r", "--max_retries", str(retries), "--", *words)
     assert (done.returncode, (tmp_path / "starts").read_text()) == (ends, str(starts)), done.stderr

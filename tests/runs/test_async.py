@@ -186,7 +186,7 @@ def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(m
     kinds = [(m[0], m[1]) for m in script.received]
     assert kinds == [("weights", 5), ("generate", 0), ("generate", 1), ("until", 0)]
     assert script.received[1][2] == first.requests and script.received[2][3] == {"top_k": 3}
-    assert "built again" in capsys.readouterr().out
+    assert "is restarted" in capsys.readouterr().out
     state["fails"] = True
     with pytest.raises(watchdog.EngineFailed):
         list(engine.arrivals(engine.ask(PROBLEMS, REQUESTS, {})))
@@ -415,7 +415,7 @@ def test_after_the_last_restart_the_run_ends(tiny, tmp_path, monkeypatch, capfd)
     with pytest.raises(RuntimeError, match="the rollout thread failed"):
         run_here(tiny_args(tiny, tmp_path, **SMALL))
     text = capfd.readouterr()
-    assert text.out.count("its engine is built again") == 2 and "broke on purpose" in text.err
+    assert text.out.count("its engine is restarted") == 2 and "broke on purpose" in text.err
 
 
 # --------------------------------------------------------------------------------------- vLLM, in processes of its own
@@ -542,7 +542,7 @@ def test_an_engine_killed_at_ten_random_moments(tiny, tmp_path, changes):
     line = [sys.executable, str(tmp_path / "kills.py"), str(tiny), str(tmp_path / "runs"), changes]
     text = finish(line, tmp_path / "log", 1500)
     assert "EQUAL 10 of 10" in text, text[-3000:]
-    assert text.count("its engine is built again") == 10
+    assert text.count("its engine is restarted") == 10
 
 
 @pytest.mark.slow
@@ -556,5 +556,5 @@ def test_an_engine_of_one_of_two_ranks_is_built_again(tiny, tmp_path):
         line = command(tiny, tmp_path, ranks=2)
         line = [*line[: line.index(str(Path(grpo.__file__)))], str(tmp_path / "two.py")]
         text = finish([*line, str(tiny), str(tmp_path / str(kill)), f'{{"kill": {kill}}}'], tmp_path / "log", 400)
-        assert text.count("its engine is built again") == kill
+        assert text.count("its engine is restarted") == kill
     same(tmp_path / "0" / "run" / "run", tmp_path / "1" / "run" / "run")

@@ -1,4 +1,4 @@
-"""studies/diff_runs.py: it names step, phase and number in which two runs part, and refuses what it cannot run."""
+"""studies/diff_runs.py: it names step, phase and number in which two runs part, and rejects what it cannot run."""
 
 from __future__ import annotations
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -251,7 +254,7 @@ def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
         copy.unlink()
         with pytest.raises(SystemExit) as end:
             evaluate.parse(["--run", str(folder), "--accept_changed_code"])
-        assert end.value.code == 2 and "is gone" in capsys.readouterr().err
+        assert end.value.code == 2 and "does not exist any more" in capsys.readouterr().err
     finally:
         copy.write_text(text)
         identity._digests.cache_clear()
@@ -329,6 +332,32 @@ def test_other_data(with_eval_dataset, tmp_path):
     assert "greedy" in said
 
 
+def test_the_help_has_the_flags_of_an_evaluation_alone(run, capsys):
+    """Each flag that only training reads is absent, and a pasted one is a warning; a run's script adds its own."""
+    with pytest.raises(SystemExit) as end:
+        evaluate.parse(["--help"])
+    shown = set(re.findall(r"^. --(\w+)", capsys.readouterr().out, flags=re.MULTILINE))
+    fields = {f.name for f in dataclasses.fields(evaluate.Args)}
+    assert end.value.code == 0 and shown == fields - set(evaluate.TRAINING) and len(shown) > 30
+    assert {"run", "save_every", "resume", "keep_checkpoints", "temperature"}.isdisjoint(shown)
+    args = evaluate.parse(["--save_every", "5", "--no_track", "--eval-every=2", "--eval_samples", "3"])[0]
+    assert (args.save_every, args.eval_samples) == (5, 3)
+    said = capsys.readouterr().err
+    assert said == "warning: --save_every, --no_track, --eval_every: no effect in an evaluation, which does not train\n"
+    with pytest.raises(SystemExit):
+        evaluate.parse(["--run", str(run[0]), "--help"])
+    with_run = set(re.findall(r"^. --(\w+)", capsys.readouterr().out, flags=re.MULTILINE))
+    assert with_run > shown and "beta" in with_run and with_run.isdisjoint(evaluate.TRAINING)
+
+
+@pytest.mark.parametrize("name", ["grpo.py", "ppo.py", "scripts/evaluate.py"])
+def test_help_whose_reader_ends_early_is_no_error(name):
+    """`--help | head -1`: nothing on standard error."""
+    line = f"{shlex.join(script(name, '--help'))} | head -1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "usage" in done.stdout and done.stderr == ""
+
+
 def test_refusals(tmp_path):
     spoiled = tmp_path / "spoiled"
     spoiled.mkdir()
@@ -339,7 +368,7 @@ def test_refusals(tmp_path):
         (["--model_name_or_path", str(tmp_path / "nothing")], "--model_name_or_path"),
         (["--eval_dataset", "other.jsonl"], "--eval_dataset is for a run"),
     ):
-        line = script("scripts/evaluate.py", *words)  # a process of its own: no refusal waits for the slow imports
+        line = script("scripts/evaluate.py", *words)  # a process of its own: no error waits for the slow imports
         done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200, env=clean_environment())
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 

@@ -302,7 +302,7 @@ def test_an_engine_that_raises_once(small, capfd, monkeypatch):
 
     monkeypatch.setattr(utils, "_generate", generate)
     _, text = goes_on(small(), capfd)
-    note("the engine raises once", "an exception in its thread", text, "its engine is built again", GOES_ON)
+    note("the engine raises once", "an exception in its thread", text, "its engine is restarted", GOES_ON)
 
 
 def drop_later_pushes(monkeypatch) -> None:
@@ -508,7 +508,7 @@ def test_wandb_is_away(small, capfd, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     begun = time.monotonic()
-    args = small(track=True)
+    args = small(track=("wandb",))
     _, text = goes_on(args, capfd)
     assert time.monotonic() - begun < 60
     note("wandb is not reachable", "a server that is not there", text, "tracking offline", GOES_ON)
@@ -670,11 +670,11 @@ def test_an_engine_on_a_rank_of_its_own(tiny, tmp_path):
     """It raises, and is built again; then its rank is killed."""
     line = command(tiny, tmp_path, *LONG, *ONE_ENGINE, ranks=2, rollout="vllm")
     run = Run(with_program(line, tmp_path, RAISES), tmp_path / "log")
-    run.until(lambda: "its engine is built again" in run.text() and logged(tmp_path) >= 2, 240)
+    run.until(lambda: "its engine is restarted" in run.text() and logged(tmp_path) >= 2, 240)
     os.kill(run.ranks()[1], signal.SIGKILL)
     text = ended(run, 15)
     own = "an engine on a rank of its own"
-    note(f"{own} raises once", "an exception in its thread", text, "its engine is built again", GOES_ON)
+    note(f"{own} raises once", "an exception in its thread", text, "its engine is restarted", GOES_ON)
     note(f"{own} is killed", "SIGKILL", text, "(engine 0) is gone without a word", ENDS)
 
 

@@ -1,4 +1,4 @@
-"""Pairs of flags, each of which has tests of its own: together they work, or are refused before a model loads.
+"""Pairs of flags, each of which has tests of its own: together they work, or are rejected before a model loads.
 
 python -m pytest tests/runs/test_flag_pairs.py -m slow    60 or 120 pairs per script; PAIRS=1000 draws more
 """

@@ -8,6 +8,7 @@ import random
 
 import pretrain_tiny as tiny_bed
 import pytest
+import torch
 
 SMALL = tiny_bed.Recipe(
     seed=1,
@@ -109,6 +110,57 @@ def test_one_seed_gives_one_model(tmp_path, monkeypatch):
         tiny_bed.pretrain(dataclasses.replace(SMALL, seed=seed), folder)
         weights.append((folder / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(("after", "saved"), [(1, 0), (3, 2), (5, 4), (7, 4), (8, 6)])
+def test_an_interrupted_training_continues_and_makes_the_same_model(tmp_path, monkeypatch, capsys, after, saved):
+    """Interrupted in each phase, at a save, between saves, and while it is judged: equal bit for bit.
+
+    The second call takes only the steps after the last save, and prints an ETA with each of its lines but the first.
+    """
+    recipe = dataclasses.replace(SMALL, able_steps=4, careless_steps=3)
+    monkeypatch.setattr(tiny_bed, "JUDGED", 2)
+    monkeypatch.setattr(tiny_bed, "SAVE_EVERY", 2)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    tiny_bed.pretrain(recipe, whole)
+    moments = []  # optimizer steps and judgements
+    step, judge = torch.optim.AdamW.step, tiny_bed.pass_at_1
+
+    def counted(inner):
+        def call(*arguments, **named):
+            if len(moments) == after:
+                raise KeyboardInterrupt
+            moments.append(inner)
+            return inner(*arguments, **named)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", counted(step))
+        patch.setattr(tiny_bed, "pass_at_1", counted(judge))
+        with pytest.raises(KeyboardInterrupt):
+            tiny_bed.pretrain(recipe, parts)
+    capsys.readouterr()
+    again = []
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", lambda *a, **k: again.append(1) or step(*a, **k))
+        tiny_bed.pretrain(recipe, parts)
+    assert len(again) == 7 - saved
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (parts / name).read_bytes() == (whole / name).read_bytes()
+    assert sorted(p.name for p in parts.iterdir()) == sorted(p.name for p in whole.iterdir())
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert ["ETA 0:0" in line for line in lines] == [False, *[True] * (len(lines) - 1)]
+
+
+def test_the_progress_of_another_recipe_and_a_damaged_file_are_ignored(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_bed, "JUDGED", 2)
+    progress = tiny_bed.Progress(tmp_path, tiny_bed.identity(SMALL))
+    progress.save("able", 2, tiny_bed.make_model(SMALL, tiny_bed.make_tokenizer()))
+    assert tiny_bed.Progress(tmp_path, tiny_bed.identity(SMALL)).steps("able") == 2
+    assert tiny_bed.Progress(tmp_path, "another").state == {}
+    progress.path.write_bytes(progress.path.read_bytes()[:1000])
+    assert tiny_bed.Progress(tmp_path, tiny_bed.identity(SMALL)).state == {}
 
 
 def test_a_model_is_made_anew_when_its_recipe_has_changed(tmp_path):

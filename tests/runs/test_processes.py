@@ -74,7 +74,7 @@ RAISES_ON_THE_TRUTH = f"error: --verifier: the verifier {VERIFIERS}:raises raise
 
 
 def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
-    """It raises on the truth, too, so the run is refused before its first step."""
+    """It raises on the truth, too, so the run is rejected before its first step."""
     with pytest.raises(SystemExit) as end:
         run_here(tiny_args(tiny, tmp_path, verifier=f"{VERIFIERS}:raises"))
     text = capsys.readouterr().err
@@ -159,7 +159,7 @@ def test_two_ranks_then_one(tiny, tmp_path, capsys):
     for name in ("parts", "straight"):
         runs[name] = run_here(tiny_args(tiny, tmp_path / name, **TINY_COMMAND | changes))
     said = capsys.readouterr().out
-    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is cut anew" in said
+    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is resharded" in said
     for got, expected in zip(runs["parts"], runs["straight"], strict=True):
         assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
     weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]

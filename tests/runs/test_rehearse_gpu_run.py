@@ -1,4 +1,4 @@
-"""studies/rehearse_gpu_run.py: seconds by hand, what it refuses and changes, and a rehearsal of two ranks."""
+"""studies/rehearse_gpu_run.py: seconds by hand, what it rejects and changes, and a rehearsal of two ranks."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_run_here_keeps_lengths_and_vocabulary(tiny, tmp_path):
 
 
 def test_a_model_too_large_for_this_machine_is_made_narrow(monkeypatch, tiny, tmp_path):
-    """And where that does not help the rehearsal is refused."""
+    """And where that does not help the rehearsal is rejected."""
     full = json.loads((tiny / "config.json").read_text())
     full |= {"vocab_size": 5 * 10**5, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4}
     (tmp_path / "config.json").write_text(json.dumps(full | {"head_dim": 128}))

@@ -159,7 +159,7 @@ def test_a_run_leaves_no_secret(tiny, tmp_path, planted, judged, monkeypatch, ca
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(helpers, "quick_start", contextlib.nullcontext)  # whose processes have an earlier environment
     out = tmp_path / "runs"
-    args = tiny_args(tiny, out, "judged", track=True, save_every=1, total_steps=2, **judged)
+    args = tiny_args(tiny, out, "judged", track=("wandb",), save_every=1, total_steps=2, **judged)
     words = [word for flag, value in judged.items() for word in (f"--{flag}", value)]
     monkeypatch.setattr(sys, "argv", ["judged.py", *words])
     run_here(args, "judged")

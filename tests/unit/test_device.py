@@ -67,14 +67,14 @@ def test_vllm_sends_no_usage_report():
         ("Tesla V100", (7, 0), "auto", "CUDA 13"),  # torch 2.13 has no code for it, in no type
         ("Tesla V100", (7, 0), "float16", "CUDA 13"),
         ("Tesla T4", (7, 5), "auto", torch.float16),
-        ("Tesla T4", (7, 5), "bfloat16", "give --dtype float16 or float32"),  # vLLM would name a flag that is none here
+        ("Tesla T4", (7, 5), "bfloat16", "pass --dtype float16 or float32"),  # vLLM would name a flag that is none here
         ("Tesla T4", (7, 5), "float32", torch.float32),
         ("A100", (8, 0), "auto", torch.bfloat16),
         ("A100", (8, 0), "float16", torch.float16),
     ],
 )
 def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, wanted, expected):
-    """Or is refused before a model is loaded, with the remedy."""
+    """Or is rejected before a model is loaded, with the remedy."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

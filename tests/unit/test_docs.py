@@ -146,7 +146,7 @@ def test_the_loss_on_the_page_is_gspo():
 
 
 def test_the_page_s_way_to_allow_a_negative_flag():
-    """Without it a copy's number below 0 is refused, with the flag's name; the words are those of the page."""
+    """Without it a copy's number below 0 is rejected, with the flag's name; the words are those of the page."""
     from runtime.arguments import checks
 
     (line,) = [x for x in (ROOT / "docs" / "grpo.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]

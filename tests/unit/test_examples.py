@@ -94,7 +94,7 @@ def test_a_remote_verifier_tries_again(service, remote, does):
 
 @pytest.mark.parametrize(("does", "attempts"), [([400], 1), ([503, 503, 503], 3), (["hangs"] * 3, 3)], ids=str)
 def test_a_remote_verifier_gives_up(service, remote, does, attempts):
-    """After three attempts, or at once where the request itself is refused; it names the address and the reason."""
+    """After three attempts, or at once where the request itself is rejected; it names the address and the reason."""
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match=r"http://127.0.0.1:\d+/score: .*(400|503|timed out)"):
         find_verifier(remote)("4", "4", {"does": does})

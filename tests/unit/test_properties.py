@@ -1,4 +1,4 @@
-"""Inputs without end: whatever is given, the end is a refusal that names the flag or the row, or the right numbers.
+"""Inputs without end: whatever is given, the end is an error that names the flag or the row, or the right numbers.
 
 A few cases of each property here; 50,000 new ones with --hypothesis-profile long, or as many as CASES says.
 """
@@ -50,7 +50,7 @@ def folder() -> Iterator[Path]:
 def end_of(call, *arguments, codes: tuple[int, ...] = (2,)):
     """(what a call returns, None), or (None, what it printed when it ended with one of these exit codes).
 
-    A refusal is one line that names a flag or a file of the run, and nothing else than a refusal may be raised.
+    An error is one line that names a flag or a file of the run, and nothing else than an error may be raised.
     """
     err, out = io.StringIO(), io.StringIO()
     try:
@@ -206,7 +206,7 @@ def checked(args, script) -> int:
 @example(changes={"chat_template": "a\nb"}, script=grpo)
 @example(changes={"critic": ("a\nb",)}, script=ppo)
 def test_flags_mean_something_or_are_refused(tiny, changes, script):
-    """Steps, samples and a run's name follow from what is accepted, and what is refused is named."""
+    """Steps, samples and a run's name follow from what is accepted, and what is rejected is named."""
     known = {field.name for field in dataclasses.fields(script.Args)}
     given = {k: v for k, v in (GIVEN | changes).items() if k in known}
     args = script.Args(model_name_or_path=str(tiny), **given)
@@ -216,7 +216,7 @@ def test_flags_mean_something_or_are_refused(tiny, changes, script):
         assert any(f"--{name}" in refusal for name in known), refusal
         return
     assert isinstance(steps, int)
-    assert steps >= 1 or args.num_unique_prompts_rollout > PROBLEMS  # which the data is refused for
+    assert steps >= 1 or args.num_unique_prompts_rollout > PROBLEMS  # which the data is rejected for
     name = directory.run_name(args, script.Args())
     given_folders = args.run_name or args.exp_name  # the only ones
     assert name and "/" not in name.replace(given_folders, "")
@@ -366,7 +366,7 @@ FILES = st.dictionaries(
 
 @given(CONFIG, FILES, st.booleans(), st.sampled_from(["auto", "never"]), st.booleans())
 def test_no_folder_of_a_run_loses_what_is_not_the_runs(tiny, config, files, overwrite, resume, dry_run):
-    """A start in any folder: refused, finished, or begun, and every file that no run writes is as it was."""
+    """A start in any folder: rejected, finished, or begun, and every file that no run writes is as it was."""
     with folder() as place:
         args = grpo.Args(model_name_or_path=str(tiny), output_dir=str(place), run_name="run", total_steps=4)
         args = dataclasses.replace(args, overwrite=overwrite, resume=resume, dry_run=dry_run, eval_prompts=0)

@@ -321,7 +321,7 @@ def test_refused(classifier, tiny, tmp_path, capsys):
     (two / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
     known = {"reward_model_name_or_path": str(classifier)}
     cases = [
-        ({"reward_model_name_or_path": str(tiny)}, "--reward_model_name_or_path", "no sequence classifier"),
+        ({"reward_model_name_or_path": str(tiny)}, "--reward_model_name_or_path", "not a sequence classifier"),
         ({"reward_model_name_or_path": str(tmp_path / "none")}, "--reward_model_name_or_path", "no such folder"),
         ({"reward_model_name_or_path": str(two)}, "--reward_model_name_or_path", "2 outputs"),
         ({"reward_model_max_length": 9}, "--reward_model_max_length", "needs --reward_model_name_or_path"),

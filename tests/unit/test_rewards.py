@@ -179,7 +179,7 @@ def test_a_verifier_of_a_file_of_ones_own(tmp_path, name):
     ],
 )
 def test_a_file_that_does_not_load(tmp_path, text, words):
-    """One that is a program ends at its exit(), and is refused like the others."""
+    """One that is a program ends at its exit(), and is rejected like the others."""
     file = tmp_path / "broken.py"
     file.write_text(text)
     with pytest.raises(ValueError, match=f"does not load: {words}"):
@@ -189,7 +189,7 @@ def test_a_file_that_does_not_load(tmp_path, text, words):
 
 def test_a_file_that_is_not_python(tmp_path):
     (tmp_path / "mine.txt").write_text(OWN_FILE)
-    with pytest.raises(ValueError, match="not named as Python's are"):
+    with pytest.raises(ValueError, match=r"must have the extension \.py"):
         find_verifier(f"{tmp_path / 'mine.txt'}:same")
 
 
@@ -260,7 +260,7 @@ def test_pool_starts_again():
 
 
 def test_a_pool_that_is_closed_while_it_starts_leaves_nothing(monkeypatch):
-    """A run that is refused after its pool was made: neither the thread that starts it goes on, nor a process."""
+    """A run that is rejected after its pool was made: neither the thread that starts it goes on, nor a process."""
     plain = RewardPool._open
 
     def late(self):

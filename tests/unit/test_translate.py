@@ -829,3 +829,34 @@ def test_the_page_of_flags_is_what_the_tables_give():
     assert flags_page.PAGE.read_text() == flags_page.page(), "run: python studies/flags_page.py"
     assert flags_page.EVIDENCE.read_text() == flags_page.evidence(), "run: python studies/flags_page.py"
     assert f"The tests try {len(ATTACKS)} ways" in " ".join(flags_page.ABOUT.split())
+
+
+@pytest.mark.parametrize("named", [["--file"], []], ids=["--file FILE", "FILE"])
+def test_a_file_may_be_given_alone(tmp_path, capsys, named):
+    """`translate.py train.py` reads the file; a word that is no file is still the name of a framework."""
+    file = tmp_path / "train.py"
+    file.write_text('from trl import GRPOTrainer\nGRPOTrainer(model="M", train_dataset="D").train()\n')
+    assert translate.main([*named, str(file), "--command_only"]) == 0
+    assert capsys.readouterr().out.startswith("python grpo.py --as trl ")
+    with pytest.raises(SystemExit):
+        translate.main(["nothing.py"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("verl.trainer.main_ppo a.b=1 trainer.logger=['console','wandb']", "--track"),
+        ("verl.trainer.main_ppo a.b=1 trainer.logger=['console','tensorboard']", "--track tensorboard"),
+        ("verl.trainer.main_ppo a.b=1 trainer.logger=['wandb','tensorboard']", "--track wandb tensorboard"),
+        ("verl.trainer.main_ppo a.b=1 trainer.logger=['console']", ""),
+        ("trl grpo --report_to tensorboard", "--track tensorboard"),
+        ("trl grpo --report_to all", "--track wandb tensorboard"),
+        ("trl grpo --report_to none", ""),
+    ],
+)
+def test_loggers_that_exist_here(line, words):
+    """Both trackers by name; the switch alone is wandb, and another logger is none."""
+    ours = translated(line, line.split()[0].split(".")[0])
+    command = translate.command_line(ours)
+    assert re.findall(r"--track(?: (?:wandb|tensorboard))*", command) == ([words] if words else [])
+    assert ("WANDB_PROJECT=" in command) <= ("tensorboard" not in words or "wandb" in words)

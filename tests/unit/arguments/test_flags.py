@@ -66,7 +66,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch):
-    """Fails the test when main gets as far as importing torch's users: all refusals here come before that."""
+    """Fails the test when main gets as far as importing torch's users: all errors here come before that."""
 
     def reached(*_: str) -> None:
         raise AssertionError("main went on to load tokenizer and model")
@@ -111,7 +111,7 @@ def test_a_program_that_does_not_train_takes_the_flags_that_every_run_has(place)
 
 
 def test_a_dry_run_needs_no_weights(place, nothing_is_loaded):
-    """It can be made where only config and tokenizer are; the run itself refuses (below)."""
+    """It can be made where only config and tokenizer are; the run itself rejects (below)."""
     with pytest.raises(AssertionError, match="went on"):
         start(arguments(place, {"model_name_or_path": "PLACE/no_weights", "dry_run": True}))
 
@@ -222,7 +222,7 @@ CASES = {
     ),
     "a template variable of ours": (
         {"chat_template": '{"add_generation_prompt": false}'},
-        ["--chat_template: add_generation_prompt is set here", "leave it out"],
+        ["--chat_template: add_generation_prompt is set by the program", "drop it"],
     ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
     "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
@@ -329,7 +329,7 @@ CASES = {
     "unknown verifier file": ({"verifier": "nothing.py:score"}, ["--verifier", "no file 'nothing.py'", "'score'"]),
     "a verifier file without .py": (
         {"verifier": "PLACE/problems.jsonl:score"},
-        ["--verifier", "problems.jsonl' is not named as Python's are", "problems.jsonl.py"],
+        ["--verifier", "problems.jsonl' is must have the extension .py", "problems.jsonl.py"],
     ),
     "unknown function": ({"verifier": f"{VERIFIERS}:nothing"}, ["--verifier", "no function 'nothing'"]),
     "function is none": ({"verifier": f"{VERIFIERS}:__name__"}, ["--verifier", "no function '__name__'"]),
@@ -572,7 +572,7 @@ def earlier_run(place: Path, changes: dict) -> None:
 
 
 def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free are refused (a hole in a file uses no disk), half as large ones are not."""
+    """Weights larger than what is free are rejected (a hole in a file uses no disk), half as large ones are not."""
     model = shutil.copytree(place / "model", tmp_path / "model")
     free = shutil.disk_usage(tmp_path).free
 
@@ -656,7 +656,7 @@ def test_no_run_inside_a_run(place, nothing_is_loaded, tmp_path, capsys, inner):
     """Each would take the other's files for its own; --overwrite of the one outside leaves the other."""
     earlier_run(place, {"output_dir": str(tmp_path / "first"), "run_name": "mine"})
     message = refusal(arguments(place, {"output_dir": str(tmp_path / "first"), "run_name": inner}), capsys)
-    assert f"/{inner} lies in the folder of a run, {tmp_path}/first/mine" in message
+    assert f"/{inner} is inside the folder of a run, {tmp_path}/first/mine" in message
     earlier_run(place, {"output_dir": str(tmp_path), "run_name": inner})
     outside = {"output_dir": str(tmp_path), "run_name": "mine"}
     earlier_run(place, outside)
@@ -675,9 +675,9 @@ def test_the_same_run_again(place, nothing_is_loaded, capsys):
     earlier_run(place, {"seed": 7})
     never = {"seed": 7, "resume": "never"}
     message = refusal(arguments(place, never), capsys)
-    assert "this very run" in message and "--overwrite" in message
+    assert "already contains this run" in message and "--overwrite" in message
     message = refusal(arguments(place, {**never, "log_samples": 1}), capsys)  # shown otherwise, still the same run
-    assert "this very run" in message
+    assert "already contains this run" in message
     with pytest.raises(AssertionError, match="went on"):  # it had not made a step, so nothing is lost
         start(arguments(place, {"seed": 7}))
     with pytest.raises(AssertionError, match="went on"):
@@ -816,9 +816,9 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         (("--local_rollout_batch_size", "8"), "grpo.py --num_unique_prompts_rollout 8"),
         (("--warmup_ratio", "0.1"), "grpo.py --warmup_steps 0.1"),
         (("--overwrite", "true"), "switches take no value; give --overwrite"),
-        (("--track", "False"), "switches take no value; give --no-track"),
-        (("--track=False",), "switches take no value; give --no-track"),
-        (("--gradient-checkpointing=1", "--track"), "switches take no value; give --gradient_checkpointing"),
+        (("--dry_run", "False"), "switches take no value; give --no-dry_run"),
+        (("--dry_run=False",), "switches take no value; give --no-dry_run"),
+        (("--gradient-checkpointing=1", "--dry_run"), "switches take no value; give --gradient_checkpointing"),
         (("actor_rollout_ref.actor.shuffle=False",), "grpo.py --no-shuffle_mini_batches"),
         (("data.train_batch_size=1024",), "grpo.py --num_unique_prompts_rollout 1024"),
         (("+trainer.val_before_train=False",), "grpo.py --eval_prompts 0"),
@@ -982,6 +982,21 @@ def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
         answers = capsys.readouterr().err.splitlines()
         assert end.value.code == 2
         assert [answer in text for text in answers if text.startswith(f"  {' '.join(line)[:60]} -> ")] == [True]
+
+
+@pytest.mark.parametrize("name", ["their train.py", "run.sh"])
+def test_a_training_script_of_others_leads_to_the_translation(tmp_path, capsys, name):
+    """As an argument of a script here, wherever it stands; the value of a flag may be a file, too."""
+    file = tmp_path / name
+    file.write_text("from trl import GRPOTrainer\n")
+    fields = {f.name: f for f in dataclasses.fields(grpo.Args)}
+    for words in ([str(file)], ["--beta", "0.1", str(file), "--seed", "2"]):
+        with pytest.raises(SystemExit) as end:
+            flag_translation.refuse_foreign(words, fields)
+        said = capsys.readouterr().err
+        assert end.value.code == 2 and f"python scripts/translate.py --file {shlex.quote(str(file))}" in said
+    flag_translation.refuse_foreign(["--environment", str(file), "--stop", str(file), "--seed", "2"], fields)
+    assert capsys.readouterr().err == ""
 
 
 ACCEPTED = [  # an old command line, and what it is now

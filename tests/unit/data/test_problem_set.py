@@ -255,7 +255,7 @@ def test_a_template_that_reads_no_messages(tokenizer, tmp_path, capsys, template
     with pytest.raises(SystemExit) as end:
         rendering.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
     assert end.value.code == 2
-    assert f"--chat_template {tmp_path}/mine.jinja leaves out what the messages say" in capsys.readouterr().err
+    assert f"--chat_template {tmp_path}/mine.jinja does not render the messages" in capsys.readouterr().err
 
 
 def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
@@ -566,9 +566,10 @@ def test_wandb_reads_group_tags_and_mode_from_the_environment(tmp_path, monkeypa
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_RUN_GROUP", "kl_sweep")
     monkeypatch.setenv("WANDB_TAGS", "math,k1")
-    log = new_log(tmp_path / "run", track=True)
+    log = new_log(tmp_path / "run", track=("wandb",))
     try:
-        assert (log.wandb.group, sorted(log.wandb.tags), log.wandb.offline) == ("kl_sweep", ["k1", "math"], True)
+        run = log.trackers["wandb"]
+        assert (run.group, sorted(run.tags), run.offline) == ("kl_sweep", ["k1", "math"], True)
         assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     finally:
         log.close()
@@ -587,7 +588,7 @@ def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
         return types.SimpleNamespace(id="x", log=lambda r, step: logged.append((step, r)), finish=lambda: None)
 
     monkeypatch.setattr(wandb, "init", init)
-    log = new_log(tmp_path / "run", track=True)
+    log = new_log(tmp_path / "run", track=("wandb",))
     log.write("metrics.jsonl", {"step": 4, "reward/mean": 0.5})
     log.write("samples.jsonl", {"step": 4, "response": "x"})
     log.close()
@@ -612,7 +613,7 @@ def test_wandb_asks_nobody_and_stops_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(sys, "argv", [*words, "--judge_api_key", "x"])
     words = sys.argv
-    log = new_log(tmp_path / "run", track=True)
+    log = new_log(tmp_path / "run", track=("wandb",))
     log.write("metrics.jsonl", {"step": 1})
     log.close()
     assert asked == [(False, "", False)] * 2 and sys.stdin is terminal and sys.argv is words

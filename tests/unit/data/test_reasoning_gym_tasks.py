@@ -200,7 +200,7 @@ def test_every_installed_data_set_works_or_is_refused(capsys, here):
         if name in GYM_UNSUPPORTED:
             with pytest.raises(SystemExit):
                 problems(name)
-            lines.append(f"| {name} | refused: {GYM_UNSUPPORTED[name]} | | | |")
+            lines.append(f"| {name} | rejected: {GYM_UNSUPPORTED[name]} | | | |")
             continue
         rows, right, others, wrong = counts(name)
         lines.append(f"| {name} | {rows} | {right} | {others} | {wrong} |")

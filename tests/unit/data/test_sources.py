@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime
 import json
 import os
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -332,7 +334,7 @@ def test_a_byte_order_mark(tmp_path):
 
 @pytest.mark.parametrize("large", [False, True])
 def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
-    """Text that was written as bytes is text; what is no text is refused as a prompt, and harmless elsewhere."""
+    """Text that was written as bytes is text; what is no text is rejected as a prompt, and harmless elsewhere."""
     monkeypatch.setattr(problem_set, "LARGE", 2 if large else 1000)
     picture = b"\x89PNG\xff"
     good = [{"question": f"café {i}".encode(), "answer": str(i), "picture": picture} for i in range(4)]
@@ -687,7 +689,7 @@ BAD = {
     ),
     "half an emoji in the truth": (
         {"question": "1 + 1", "answer": "2\udcff"},
-        "row 7 has a 'answer' that is no UTF-8 text, at '2\\udcff'",
+        "row 7 has a 'answer' that is not UTF-8 text, at '2\\udcff'",
     ),
     "truth of another kind": (
         {"question": "1 + 1", "answer": "two"},
@@ -880,7 +882,7 @@ DATED = {
 @pytest.mark.parametrize("case", DATED)
 @pytest.mark.parametrize("large", [False, True])
 def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, case, large):
-    """Else a run that was preempted would find other problems after midnight, and refuse to go on."""
+    """Else a run that was preempted would find other problems after midnight, and reject to go on."""
     from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
 
@@ -988,7 +990,7 @@ THINKING = (  # as Qwen3's
 
 
 def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
-    """They reach the template, also from another process, and are part of the key; one it does not read is refused."""
+    """They reach the template, also from another process, and are part of the key; one it does not read is rejected."""
     from transformers import AutoTokenizer
 
     qwen = AutoTokenizer.from_pretrained(tiny)
@@ -1078,6 +1080,37 @@ def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
     for eval_prompts in (0, 10):
         load(Args(dataset=train, eval_dataset=test, eval_prompts=eval_prompts))
         assert not capsys.readouterr().out
+
+
+FAULTS = {
+    "missing.jsonl": "",
+    "column.jsonl": '{"problem": "1 + 1 =", "answer": "2"}\n',
+    "truth.jsonl": '{"question": "1 + 1 =", "answer": "a word"}\n',
+    "broken.jsonl": '{"question": "1 + 1 =",\n',
+    "broken.json": "[1, 2",
+    "suffix.txt": "1 + 1\n",
+    "doubts.jsonl": '{"question": "1 + 1 =", "answer": "2"}\n{"question": "1 + 1 =", "answer": "3"}\n',
+    "reasoning_gym:no_such_task": "",
+}
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "in a mixture"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_message_names_the_flag_whose_data_are_wrong(tmp_path, capsys, fault, mixed):
+    """--eval_dataset for the evaluation's file, --dataset for the training's; also after one of the other was read."""
+    good = write(tmp_path / "good.jsonl", rows(30))
+    bad = fault if ":" in fault else str(tmp_path / fault)
+    if FAULTS[fault]:
+        (tmp_path / fault).write_text(FAULTS[fault])
+    given = json.dumps({bad: 1.0}) if mixed else bad
+    for flag, others in (("eval_dataset", {"dataset": good}), ("dataset", {"eval_dataset": good})):
+        args = Args(**others, **{flag: given}, prompt_key="question", eval_prompts=1, num_unique_prompts_rollout=1)
+        with contextlib.suppress(SystemExit):
+            load(args)
+        said = "".join(capsys.readouterr())
+        line = next(line for line in said.splitlines() if line.startswith(("error: ", "warning: ")))
+        assert re.search(rf"--{flag} \S*{re.escape(fault)}", line), line
+        assert len(re.findall(r"--(?:eval_)?dataset\b", line)) == 1, line
 
 
 # ------------------------------------------------------------------------------------------- no truth, a reward model

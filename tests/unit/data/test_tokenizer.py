@@ -1,4 +1,4 @@
-"""--tokenizer_name_or_path: whose tokens and template a run has, and which ones are refused."""
+"""--tokenizer_name_or_path: whose tokens and template a run has, and which ones are rejected."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_tokenizers_that_cannot_serve_are_refused(tiny, tmp_path, apart, capsys)
     assert "no such folder" in refusal(missing, capsys)
     assert "no tokenizer.json there" in refusal(tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(model)), capsys)
     (tokenizer / "chat_template.jinja").unlink()
-    assert f"--chat_template: the tokenizer of {tokenizer} has no template" in refusal(
+    assert f"--chat_template: the tokenizer of {tokenizer} has no chat template" in refusal(
         tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(tokenizer)), capsys
     )
     large = ROOT / "models" / "SmolLM2-135M-Instruct"

@@ -205,4 +205,4 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected(folder, tmp_path,
     with pytest.raises(SystemExit) as end:
         Special(folder, tmp_path / "other.jinja", name="Guess")
     assert end.value.code == 2
-    assert "writes an earlier message otherwise" in capsys.readouterr().err
+    assert "writes an earlier message differently" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_ends_are_told_apart():
 
 
 def printed(problems: int, right: bool, folder: Path) -> dict[str, str]:
-    """What each program prints about evaluations of so many problems whose responses are all right, or all wrong."""
+    """Print by each program about evaluations of so many problems whose responses are all right, or all wrong."""
     rate = float(right)
     samples = [Sample(place, 0, [1], [5], [0.0], "stop", [(0, 0)]) for place in range(problems)]
     for sample in samples:

@@ -119,7 +119,7 @@ def pumps(tree: list, before: str = "") -> list[tuple[str, str]]:
 
 
 def attacks(pattern: str, flags: int) -> set[tuple[str, str, str]]:
-    """(before, repeated, after) of texts that an expression may take long to refuse."""
+    """(before, repeated, after) of texts that an expression may take long to reject."""
     tree = parser.parse(pattern, flags)
     whole = [text for text in samples(tree, 4) if text]
     found = {(before, text) for before, text in pumps(tree)} | {("", text) for _, text in pumps(tree)}

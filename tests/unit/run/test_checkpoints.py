@@ -211,7 +211,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
     args.save_every, args.save_minutes = 0, 0.0
     message = refusal(args, capsys)
-    assert "holds 3 steps of this very run and saved none" in message and "--overwrite" in message
+    assert "holds 3 steps of this run and no checkpoint" in message and "--overwrite" in message
 
 
 def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys):
@@ -220,7 +220,7 @@ def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys)
     shutil.rmtree(folder_of(args) / "checkpoints")
     (folder_of(args) / "model").mkdir()
     message = refusal(args, capsys)
-    assert "holds 3 steps of this very run, which ended" in message and "--overwrite" in message and "/model" in message
+    assert "holds 3 steps of this run, which ended" in message and "--overwrite" in message and "/model" in message
 
 
 def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
@@ -275,7 +275,7 @@ def test_a_torn_config(stopped, tmp_path, capsys):
 
 def test_resume_never_and_paths(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, resume="never")
-    assert "this very run" in refusal(args, capsys)
+    assert "already contains this run" in refusal(args, capsys)
     args.resume = str(tmp_path / "nothing")
     assert "manifest.json is missing" in refusal(args, capsys)
     checkpoints = folder_of(args) / "checkpoints"
@@ -299,7 +299,7 @@ time.sleep(600)
 
 
 def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
-    """It names its holder, refuses a second one, and is free as soon as the process was killed."""
+    """It names its holder, rejects a second one, and is free as soon as the process was killed."""
     line = [sys.executable, "-c", HOLDS, str(tmp_path)]
     holder = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -510,7 +510,7 @@ def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, ca
 
 
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
-    """The kernel refuses files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
+    """The kernel rejects files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
     plain, limits = logger.RunLog.step, resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -533,7 +533,7 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
 
 def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
     """A run that goes back to before steps that were tracked is a new one: wandb drops steps that it already has."""
-    args = tiny_args(tiny, tmp_path, **SMALL, track=True, keep_checkpoints=0)
+    args = tiny_args(tiny, tmp_path, **SMALL, track=("wandb",), keep_checkpoints=0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = interrupted(args, monkeypatch, after=2)
 
@@ -579,8 +579,8 @@ def test_a_checkpoint_that_fails_for_any_reason_costs_nothing_else(tiny, tmp_pat
 def test_the_end_of_a_run_ends_its_tracking(tmp_path, capsys):
     """And a run that is not tracked says nothing of it."""
     ended = []
-    for tracker in (None, SimpleNamespace(finish=lambda: ended.append("finish"))):
+    for trackers in ({}, {"wandb": SimpleNamespace(finish=lambda: ended.append("finish"))}):
         log = logger.RunLog(tmp_path / "run", grpo.Args(), 2, 10, True)
-        log.wandb = tracker
+        log.trackers = trackers
         log.close()
     assert ended == ["finish"] and "wandb" not in capsys.readouterr().out

@@ -292,7 +292,7 @@ def test_a_run_whose_arguments_cannot_be_read_can_still_be_looked_at(tmp_path, c
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     assert run_files.read_config(tmp_path) == known
-    assert ("config.json is no JSON object of a run; the arguments" in capsys.readouterr().err) == warned
+    assert ("config.json is not a JSON object of a run; the arguments" in capsys.readouterr().err) == warned
     assert Case.of(tmp_path).args == known.get("args", {})
 
 

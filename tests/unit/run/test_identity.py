@@ -101,7 +101,7 @@ def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
 
 
 def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine, monkeypatch, capsys):
-    """The refusal names the file; --resume CHECKPOINT continues, and the next checkpoint is of the new code."""
+    """The error names the file; --resume CHECKPOINT continues, and the next checkpoint is of the new code."""
     edit(mine, 1.0)
     args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
     folder = interrupted(args, monkeypatch, after=2, script="mine")

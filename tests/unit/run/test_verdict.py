@@ -15,6 +15,11 @@ from runtime.run import verdict
 from runtime.run.doctor import Case, examine
 
 
+def outcome_of(folder: Path) -> str | None:
+    """The outcome in verdict.json, or None if there is no complete one."""
+    return (verdict.read_verdict(folder) or {}).get("outcome")
+
+
 def judged(pair: tuple[float, float] | None, changes: dict | None = None, steps: int = 60) -> tuple[str, str]:
     """The judgement of a healthy run with these limits of its gain, and with these metrics in every step."""
     metrics, samples = healthy()
@@ -111,7 +116,7 @@ RISEN = [0.3 + 0.001 * i for i in range(64)], [0.7 - 0.001 * i for i in range(64
         (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(WRONG, [0.2] * 64, 0.0), verdict.LEARNED, "no evaluation has"),
         (evaluation(WRONG, None, 0.0), evaluation(WRONG, None, 0.0), verdict.UNKNOWN, "the reward of the steps went"),
         (evaluation(RIGHT, [1.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.NOT_LEARNED, "below 0.05"),
-        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.LEARNED, "more is right"),
+        (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.LEARNED, "pass@1 improved"),
     ],
 )
 def test_the_reward_judges_where_correct_answers_do_not(tmp_path, before, after, outcome, why):
@@ -143,7 +148,7 @@ def test_a_run_whose_rewards_are_never_1_is_not_said_to_have_learned_nothing(tin
     metrics = read_jsonl(folder / "metrics.jsonl")[-1]
     assert last["eval/pass@1"] == metrics["reward/correct"] == 1.0 > metrics["reward/mean"] > 0.9
     assert "judged by the reward" in capfd.readouterr().out
-    assert verdict.outcome_of(folder) != verdict.NOT_LEARNED
+    assert outcome_of(folder) != verdict.NOT_LEARNED
     monkeypatch.setattr("sys.argv", ["doctor.py", str(folder)])
     assert doctor.main() != 3
 
@@ -170,11 +175,11 @@ def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd, monkeypatch):
     assert printed.rstrip().splitlines()[-1].startswith("doctor     truncation: ")
     still = tiny_args(tiny, tmp_path, eval_prompts=4, verifier=f"{VERIFIERS}:zero", filter_zero_std_samples=True)
     run_here(still)
-    assert verdict.outcome_of(folder_of(still)) == verdict.NOT_LEARNED
+    assert outcome_of(folder_of(still)) == verdict.NOT_LEARNED
     codes = {verdict.NOT_LEARNED: 3, verdict.LEARNED: 1, verdict.UNKNOWN: 1}  # both runs have findings
     for run in (still, args):
         monkeypatch.setattr("sys.argv", ["doctor.py", str(folder_of(run))])
-        assert doctor.main() == codes[verdict.outcome_of(folder_of(run))]
+        assert doctor.main() == codes[outcome_of(folder_of(run))]
     assert "verdict: did not learn" in capfd.readouterr().out
 
 
@@ -184,4 +189,4 @@ def test_a_verdict_that_cannot_be_made_costs_no_run(tiny, tmp_path, capfd, monke
     args = tiny_args(tiny, tmp_path, eval_prompts=0)
     run_here(args)
     assert "warning: no verdict (ZeroDivisionError: division by zero)" in capfd.readouterr().out
-    assert (folder_of(args) / "model" / "config.json").exists() and verdict.outcome_of(folder_of(args)) is None
+    assert (folder_of(args) / "model" / "config.json").exists() and outcome_of(folder_of(args)) is None

@@ -26,7 +26,7 @@ print(json.dumps(agreement.decided([one["choices"] for one in found])))
 
 
 def choice(capability=(0, 0), card=0, **more) -> dict:
-    """What a rank chose for a device; its sizes follow from the memory of the GPU."""
+    """The choice of a rank for a device; its sizes follow from the memory of the GPU."""
     known = {"capability": list(capability), "card": card, "dtype": "bfloat16", "sizes": {"tokens": card}}
     return known | {"layout": "shared", "attention": "sdpa", "rates": {}} | more
 
@@ -65,7 +65,7 @@ watchdog.board_of_launch().set("failure", "rank 1 ended first, with exit code 2;
 
 @pytest.mark.parametrize("other, patience, words", [
     (FAILS, 600.0, "another rank failed: rank 1 ended first, with exit code 2; see what node1 printed"),
-    ("", 3.0, "rank 1 did not come within 3 s; see what it printed"),
+    ("", 3.0, "rank 1 did not arrive within 3 s; see what it printed"),
 ])  # fmt: skip
 def test_a_rank_that_never_comes_is_not_waited_for(other, patience, words):
     """It has failed before, as its node's launcher tells the others, or is late."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, Run, command
+from helpers import PROBLEMS, ROOT, Run, clean_environment, command
 
 from runtime.system import process
 
@@ -99,14 +99,36 @@ OURS += ("verdict ", "           ", "doctor ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, ranks, rollout", [("grpo", 1, "vllm"), ("ppo", 2, "vllm"), ("grpo", 2, "hf")])
-def test_a_normal_run_prints_its_own_lines_alone(tiny, tmp_path, script, ranks, rollout):
-    more = ["--total_steps", "2", "--save_every", "1", "--beta", "0.1"]
-    run = Run(command(tiny, tmp_path, *more, script=script, ranks=ranks, rollout=rollout), tmp_path / "log")
+@pytest.mark.parametrize(
+    "script, ranks, rollout, words",
+    [
+        ("grpo", 1, "vllm", []),
+        ("ppo", 2, "vllm", []),
+        ("grpo", 2, "hf", []),
+        ("grpo", 1, "hf", ["--dataset", str(PROBLEMS), "--track", "wandb", "tensorboard"]),
+    ],
+)
+def test_a_normal_run_prints_its_own_lines_alone(tiny, tmp_path, script, ranks, rollout, words):
+    more = ["--total_steps", "2", "--save_every", "1", "--beta", "0.1", *words]
+    line = command(tiny, tmp_path, *more, script=script, ranks=ranks, rollout=rollout)
+    run = Run(["env", "WANDB_MODE=offline", *line], tmp_path / "log")
     assert run.end(240) == 0, run.text()
     others = [line for line in run.text().splitlines() if line and not line.startswith(OURS)]
     assert not others, "\n".join(others)
     assert "Setting accelerator to CPU" in Path(tmp_path / "run" / "libraries.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "before", ["import huggingface_hub", "import datasets", ""], ids=lambda text: text or "nothing"
+)
+def test_progress_bars_are_off_whatever_was_imported_before(before):
+    """huggingface_hub reads its variable when it is imported, which a data set of files does before the environment."""
+    env = {k: v for k, v in clean_environment().items() if not k.startswith("HF_HUB")}
+    code = f"{before}\nfrom runtime.system import process\nprocess.prepare_environment()\n"
+    code += "from huggingface_hub.utils import are_progress_bars_disabled\nprint(are_progress_bars_disabled())"
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_what_is_printed_on_rank_0_has_no_secrets(capsys, monkeypatch):

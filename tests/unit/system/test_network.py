@@ -31,7 +31,7 @@ def test_the_address_of_a_launch_on_one_node_is_the_loopback(monkeypatch, severa
 
 
 def test_the_interface_that_the_user_names_is_taken(monkeypatch, several_nodes, capsys):
-    """The first of several; one that is not there is refused, with those that are."""
+    """The first of several; one that is not there is rejected, with those that are."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth0")
     assert network.own_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none such")
@@ -54,7 +54,7 @@ def test_the_interface_that_the_user_names_is_taken(monkeypatch, several_nodes, 
     ],
 )
 def test_the_address_is_that_of_the_way_to_the_first_node(monkeypatch, several_nodes, capsys, routes, expected):
-    """The default route's where that way is the loopback; without either the run is refused."""
+    """The default route's where that way is the loopback; without either the run is rejected."""
     monkeypatch.setattr(network, "local_end", routes.get)
     if expected is not None:
         assert network.own_address() == expected

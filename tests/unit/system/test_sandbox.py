@@ -209,7 +209,7 @@ def test_keyword_arguments():
 
 
 def test_tests_import_packages():
-    """numpy, and whatever else is on the list; a test that needs more is refused at the start, by name."""
+    """numpy, and whatever else is on the list; a test that needs more is rejected at the start, by name."""
     check = (
         "import numpy as np\ndef check(candidate):\n    assert np.allclose(candidate(np.array([1.0, 2.0])), [2, 4])\n"
     )
@@ -415,7 +415,7 @@ def test_exceptions_that_a_test_expects():
 
 
 def test_rows_are_refused_by_their_own_solution():
-    """A row whose own solution fails can teach nothing: it is refused at the start, with the column and the reason."""
+    """A row whose own solution fails can teach nothing: it is rejected at the start, with the column and the reason."""
     check = "def check(f):\n    assert f(2) == 4\n"
     row = {"entry_point": "f", "canonical_solution": "def f(x):\n    return x * 2"}
     assert rewards.truth_error("code", check, row) == ""
@@ -451,7 +451,7 @@ def test_tests_are_tried_where_there_is_no_solution():
 
 @pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, 0, 1e-9, 1e9, "soon", [5]])
 def test_time_limits_that_are_none(limit):
-    """They are refused at the start, and end no run."""
+    """They are rejected at the start, and end no run."""
     row = {**ADD, "time_limit": limit}
     assert "time_limit" in rewards.truth_error("code", TESTS, row) or "soon" in str(limit) or limit == [5]
     assert rewards.truth_error("code", TESTS, row) != ""
@@ -785,7 +785,7 @@ def test_attacks_against_programs():
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="util-linux is not installed")
 def test_what_the_kernel_gives_to_others_the_sandbox_has():
-    """A sandbox that were refused for a bug of its own would skip all the tests that need one."""
+    """A sandbox that were rejected for a bug of its own would skip all the tests that need one."""
     mount = "echo 0 > /proc/sys/user/max_user_namespaces && mount -t tmpfs none /proc"
     namespaces = ("--user", "--map-root-user", "--mount", "--net", "--ipc", "--uts", "--pid", "--fork")
     done = subprocess.run(["unshare", *namespaces, "sh", "-c", mount], capture_output=True, text=True, timeout=20)
@@ -807,7 +807,7 @@ def test_a_root_that_is_not_built_is_not_waited_for(monkeypatch):
 
 @pytest.mark.parametrize("process", ["launcher", "keeper"])
 def test_a_sandbox_that_cannot_start_says_why(monkeypatch, process):
-    """Whoever waits for it has that in the message: what the kernel refused, not that a connection ended."""
+    """Whoever waits for it has that in the message: what the kernel rejected, not that a connection ended."""
 
     def refuse(*_):
         raise OSError("unshare: Operation not permitted")
@@ -884,7 +884,7 @@ for folder, _, files in os.walk("/"):
 def test_the_memory_of_all_processes_is_watched(attack):
     """Five processes of 250 MB each: the launcher's own sum ends them before they all have theirs.
 
-    Memory that the sum would not have is refused.
+    Memory that the sum would not have is rejected.
     """
     once = json.dumps([{"input": [1, 2], "output": 3}])
     assert not passes(ATTACKS[attack], once, {**ADD, "time_limit": 5})
@@ -972,7 +972,7 @@ def test_no_sandbox_no_code(monkeypatch):
     monkeypatch.setattr(sandbox, "allow_unsafe", False)
     with pytest.raises(OSError, match=r"not permitted.*--allow_unsafe_code_exec"):
         code(F + "return a + b", TESTS, ADD)
-    assert rewards.truth_error("code", TESTS, ADD) == ""  # the run as a whole is refused for it
+    assert rewards.truth_error("code", TESTS, ADD) == ""  # the run as a whole is rejected for it
     monkeypatch.setattr(sandbox, "allow_unsafe", True)
     assert code(F + "return a + b", TESTS, ADD).score == 1
 

@@ -305,7 +305,7 @@ def test_no_mask_is_larger_than_announced(layout):
 
 
 def test_an_architecture_without_the_kernel_has_what_transformers_gives_it(capsys):
-    """Only as long as the run chooses; what a flag asks for is taken or refused."""
+    """Only as long as the run chooses; what a flag asks for is taken or rejected."""
     llama, gpt2, sinks = LlamaConfig(), GPT2Config(), GptOssConfig()
     for attention_name in ("flex_attention", "varlen"):
         assert pretrained.attention_for(llama, attention_name, "auto") == attention_name

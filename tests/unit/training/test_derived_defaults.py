@@ -156,7 +156,7 @@ def test_a_model_that_thinks_gets_room_for_it():
 
 
 def test_what_was_chosen_is_the_runs_own(gsm8k, tiny, tmp_path):
-    """One name for one command; the same choice when it is started again; another one, by changed data, is refused."""
+    """One name for one command; the same choice when it is started again; another one, by changed data, is rejected."""
     words = ("--dataset", gsm8k, "--model_name_or_path", tiny, "--output_dir", tmp_path / "runs", "--eval_prompts", 8)
     bare = parsed(*words)
     name = directory.run_name(bare, grpo.Args())

@@ -1,4 +1,4 @@
-"""Architectures: every one is trained on its own log-probs in every layout, or refused with the layout that works.
+"""Architectures: every one is trained on its own log-probs in every layout, or rejected with the layout that works.
 
 The models are random and tiny. Those with a sliding window have one of 64 tokens, and rows of 130 to 230. When all of
 the zoo has run, docs/evidence/models.md is written from what was measured.
@@ -28,8 +28,8 @@ HEAD = """# Model architectures and batch layouts
 
 Written by `tests/unit/training/test_models.py`. Each model is random, has two layers, and is loaded as in a run (fp32,
 default flags). Each layout is compared with plain forward passes of the model, one sample at a time, on responses
-beyond the sliding window if the model has one. "exact" means that no log-prob differs by more than 1e-4 nats. "refused"
-means that a run exits with code 2 before training, and names the layouts that work.
+beyond the sliding window if the model has one. "exact" means that no log-prob differs by more than 1e-4 nats.
+"rejected" means that a run exits with code 2 before training, and names the layouts that work.
 
 | architecture | attention | shared | padded | packed |
 |---|---|---|---|---|
@@ -122,7 +122,7 @@ ZOO = {
 }
 # Their modeling code does not pass positions to transformers' masks, so packed samples would attend to each other.
 REFUSED = {("gpt-oss, sliding window, sinks", "packed"), ("OPT", "packed")}
-MEASURED: dict[str, dict[str, float | None]] = {}  # architecture -> layout -> largest difference; None: refused
+MEASURED: dict[str, dict[str, float | None]] = {}  # architecture -> layout -> largest difference; None: rejected
 ATTENTION: dict[str, str] = {}
 
 
@@ -229,12 +229,12 @@ def page():
 
 
 def in_words(difference: float | None) -> str:
-    return "refused" if difference is None else "exact"
+    return "rejected" if difference is None else "exact"
 
 
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_layout_is_exact_or_refused(tmp_path, capsys, name):
-    """Accepted layouts differ from plain forward passes by rounding alone; refused ones by more than that."""
+    """Accepted layouts differ from plain forward passes by rounding alone; rejected ones by more than that."""
     model = load(save_random(tmp_path, name))
     samples = long_samples()
     expected = plain(model, samples)
@@ -310,7 +310,7 @@ def in_layout_with_gradient(model, samples: list[Sample]) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 def test_the_probe_is_longer_than_the_window(tmp_path, capsys, monkeypatch, layout):
-    """A layout that forgets the window is refused, and the message names the layouts that work."""
+    """A layout that forgets the window is rejected, and the message names the layouts that work."""
     model = load(save_random(tmp_path, "Mistral, sliding window"))
     policy = utils.TokenLogprobs(model, 1.0, 100)
     utils.check_forward(policy, layout, 2, 256)

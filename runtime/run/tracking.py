@@ -1,0 +1,61 @@
+"""Trackers of a run (``--track``): Weights & Biases, and event files for TensorBoard. Neither ever stops a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.system.process import print_on_rank_0
+
+
+def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
+    """The wandb run of ``config["wandb_id"]``: offline if there is no network, None if that fails as well."""
+    import wandb
+
+    options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": folder.name}
+    options |= {"config": config, "dir": str(folder), "id": config["wandb_id"], "resume": "allow"}
+    # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
+    # commit is in config. It would also ask a terminal for a key, and wait for the answer.
+    words, keyboard = sys.argv, sys.stdin
+    for mode, limits in ((None, {"init_timeout": 20, "finish_timeout": 30}), ("offline", {})):
+        try:
+            sys.argv = config["command"]
+            settings = wandb.Settings(silent=True, disable_git=True, **limits)
+            with open(os.devnull) as sys.stdin:
+                return wandb.init(**options, mode=mode, settings=settings)
+        except Exception as error:  # no network, no key, a server error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            instead = "no tracking" if mode else f"tracking offline in {folder}"
+            print_on_rank_0(f"warning: wandb is not reachable ({reason}); {instead}")
+        finally:
+            sys.argv, sys.stdin = words, keyboard
+
+
+class TensorBoard:
+    """Event files in the folder of a run: the numbers of metrics.jsonl and eval.jsonl under their names, as fp32."""
+
+    def __init__(self, folder: Path, first: int):
+        """``first``: the first step that follows. TensorBoard drops what earlier event files have from there on."""
+        from tensorboardX.event_file_writer import EventsWriter  # writes at once; its SummaryWriter has a thread
+        from tensorboardX.proto.event_pb2 import Event
+
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        self.event = Event
+        self.writer = EventsWriter(str(folder / "tensorboard" / "events"), f".{time.time_ns()}")
+        self.finish = self.writer.close
+        self._write(first, session_log={"status": "START"})
+
+    def _write(self, step: int, **content: Any) -> None:
+        self.writer.write_event(self.event(wall_time=time.time(), step=step, **content))
+        self.writer.flush()
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        """Write the numbers of a step, without what else a record holds."""
+        values = []
+        for name, value in numbers.items():
+            if isinstance(value, int | float):
+                values.append({"tag": name, "simple_value": value})
+        self._write(step, summary={"value": values})

@@ -1,0 +1,130 @@
+"""runtime/run/tracking.py: event files of a run, read back and compared with its metrics.jsonl and eval.jsonl."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import SMALL, go_back, interrupted, read_jsonl, run_here, tiny_args
+
+from grpo import Args
+from runtime.arguments import flags
+from runtime.run import tracking
+
+
+def events(folder: Path) -> list:
+    """The events of all files of a run in the order in which TensorBoard reads them: by the name of the file.
+
+    A record is its length (8 bytes) and a checksum (4), the event, and a checksum of the event (4).
+    """
+    from tensorboardX.crc32c import crc32c
+    from tensorboardX.proto.event_pb2 import Event
+
+    found = []
+    for path in sorted((folder / "tensorboard").glob("events.out.tfevents.*")):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            record, checksum = content[12 : 12 + length], content[12 + length : 16 + length]
+            masked = ((crc := crc32c(record)) >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF
+            assert struct.unpack("<I", checksum) == (masked,)
+            found.append(Event.FromString(record))
+            content = content[16 + length :]
+    return found
+
+
+def curves(folder: Path) -> dict[str, dict[int, float]]:
+    """name -> step -> value, as TensorBoard shows them: a restart at a step drops what came from that step on."""
+    found: dict[str, dict[int, float]] = {}
+    for event in events(folder):
+        if event.HasField("session_log"):
+            for values in found.values():
+                for step in [step for step in values if step >= event.step]:
+                    del values[step]
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value.simple_value
+    return {name: values for name, values in found.items() if values}
+
+
+def logged(folder: Path) -> dict[str, dict[int, float]]:
+    """The numbers in metrics.jsonl and eval.jsonl, rounded to fp32; null stands for a number that is not finite."""
+    found: dict[str, dict[int, float]] = {}
+    for record in (*read_jsonl(folder / "metrics.jsonl"), *read_jsonl(folder / "eval.jsonl")):
+        for name, value in record.items():
+            if name != "step" and not isinstance(value, list | str):
+                found.setdefault(name, {})[record["step"]] = math.nan if value is None else float(np.float32(value))
+    return found
+
+
+def test_the_event_files_of_a_run_hold_its_metrics(tiny, tmp_path, monkeypatch, capsys):
+    """Every number of every step under its name, also of a run that was interrupted and did a step again."""
+    args = tiny_args(tiny, tmp_path, **SMALL, track=("tensorboard",), save_every=1)
+    folder = interrupted(args, monkeypatch, after=3)
+    assert max(curves(folder)["reward/mean"]) == 3
+    go_back(folder, 2)  # so that step 3 is done again
+    run_here(args)
+    found, wanted = curves(folder), logged(folder)
+    assert len(list((folder / "tensorboard").iterdir())) == 2
+    assert found.keys() == wanted.keys() and len(wanted) > 40 and "eval/pass@1" in wanted
+    for name, values in wanted.items():
+        np.testing.assert_equal(found[name], values, err_msg=name)
+    assert "tensorboard failed" not in capsys.readouterr().out
+
+
+def test_a_run_from_scratch_drops_what_was_tracked_before(tiny, tmp_path):
+    """With --overwrite the files are gone; a step that is not a number is one, and text is none."""
+    tracker = tracking.TensorBoard(tmp_path, 0)
+    tracker.log({"a": 1.5, "b": math.nan, "c": "text", "d": np.float64(2)}, step=1)
+    tracker.finish()
+    np.testing.assert_equal(curves(tmp_path), {"a": {1: 1.5}, "b": {1: math.nan}, "d": {1: 2.0}})
+    again = tracking.TensorBoard(tmp_path, 0)
+    again.log({"a": 2.5}, step=1)
+    assert curves(tmp_path) == {"a": {1: 2.5}}, "visible before the end"
+
+
+def test_a_tracker_that_fails_ends_alone(tmp_path, capsys):
+    """A disk that is full, a library that is missing: a warning, and the other tracker and the run go on."""
+    from runtime.run.logger import RunLog
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tensorboard").write_text("a file where the folder should be")
+    log = RunLog(tmp_path / "run", Args(track=("tensorboard",)), 1, 10, True)
+    assert log.trackers == {} and "warning: tensorboard failed (FileExistsError" in capsys.readouterr().out
+    kept, failing = [], tracking.TensorBoard(tmp_path, 0)
+    failing.writer.close()
+    log.trackers = {"tensorboard": failing, "wandb": type("Kept", (), {"log": lambda *a, **k: kept.append(k)})}
+    for step in (1, 2):
+        log.write("metrics.jsonl", {"step": step, "reward/mean": 0.5})
+    said = capsys.readouterr().out
+    assert [call["step"] for call in kept] == [1, 2] and said.count("warning: tensorboard failed") == 1
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], ()),
+        (["--track"], ("wandb",)),
+        (["--track", "--seed", "2"], ("wandb",)),
+        (["--seed", "2", "--track"], ("wandb",)),
+        (["--no_track"], ()),
+        (["--no-track", "--seed", "2"], ()),
+        (["--track", "wandb"], ("wandb",)),
+        (["--track", "tensorboard"], ("tensorboard",)),
+        (["--track=tensorboard"], ("tensorboard",)),
+        (["--track", "wandb", "tensorboard", "--seed", "2"], ("wandb", "tensorboard")),
+    ],
+)
+def test_the_switch_of_earlier_versions_still_means_wandb(words, found):
+    args = flags.parse(Args, words=words)
+    assert args.track == found and args.seed == (2 if "--seed" in words else 1)
+
+
+def test_another_tracker_is_an_error_with_both_names(capsys):
+    with pytest.raises(SystemExit) as end:
+        flags.parse(Args, words=["--track", "mlflow"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "wandb" in said and "tensorboard" in said and "mlflow" in said
