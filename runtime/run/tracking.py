@@ -49,7 +49,8 @@ class TensorBoard:
         self._write(first, session_log={"status": "START"})
 
     def _write(self, step: int, **content: Any) -> None:
-        self.writer.write_event(self.event(wall_time=time.time(), step=step, **content))
+        event = self.event(wall_time=time.time(), step=step, **content)
+        self.writer.write_event(event)
         self.writer.flush()
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
