@@ -131,16 +131,11 @@ class Nodes:
         *more: str,
         before: tuple[str, ...] = (),
         on_node_1: str = ":",
-        late: float = 0.0,
         **shape,
     ) -> list[Run]:
-        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each.
-
-        late: seconds after which node 1 starts.
-        """
+        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each."""
         runs = []
         for node, out in enumerate(outs):
-            time.sleep(late if node == 1 else 0)
             line = command(tiny, out, *more, ranks=2, **shape)
             line[line.index("--main_process_port") + 1] = PORT
             place = ["--num_machines", "2", "--machine_rank", str(node), "--main_process_ip", ADDRESSES[0]]

@@ -6,12 +6,11 @@ tests/runs/test_faults.py cuts it, and has nodes that are not alike.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, command, finish, record
+from helpers import command, finish, record
 from two_nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 missing = reason_for_none()
@@ -60,28 +59,6 @@ def test_a_link_that_is_slow_and_loses_packets(on_one_node, tiny, tmp_path):
         ends(runs, 400)
         assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
     check_equal(expected, tmp_path / "run")
-
-
-def test_a_node_that_joins_late_with_disks_of_its_own(on_one_node, tiny, tmp_path):
-    """25 s late, its code, model and temporary files on other disks: the same numbers.
-
-    Only --output_dir is shared. Node 0 says whom it waits for.
-    """
-    expected = on_one_node("hf")
-    disk, model = tmp_path / "disk1", shutil.copytree(tiny, tmp_path / "model")
-    shutil.copytree(tiny, disk / "model")
-    shutil.copytree(ROOT / "runtime", disk / "runtime")
-    shutil.copy(ROOT / "grpo.py", disk)
-    places = {"model": model, "runtime": ROOT / "runtime", "grpo.py": ROOT / "grpo.py"}
-    steps = [f"mount --bind {disk}/{name} {there}" for name, there in places.items()]
-    steps += [f"mkdir -p {disk}/tmp", f"mount -t tmpfs none {disk}/tmp", f"export TMPDIR={disk}/tmp"]
-    with Nodes() as nodes:
-        outs = [tmp_path / "out"] * 2
-        runs = nodes.launch(model, outs, tmp_path, *STEPS, on_node_1=" && ".join(steps), late=25)
-        ends(runs, 400)
-        assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
-    assert "node 0 on node0 has waited 10 s for the other 1 node(s) to join it" in runs[0].text()
-    check_equal(expected, tmp_path / "out" / "run")
 
 
 @pytest.mark.parametrize("node", [0, 1])
