@@ -270,67 +270,12 @@ def check_waits(given: argparse.Namespace) -> str:
     return compare_golden("waits", found, given)
 
 
-def check_memory(given: argparse.Namespace) -> str:
-    """Compare the memory of a 0.5B model by torch's CUDA allocator with the bound, and end where a card is smaller."""
-    file = WORK / "memory.json"
-    line = [sys.executable, str(HERE / "memory_bound.py"), "24", "sdpa", "8192", str(file)]
-    run(line, WORK / "memory.log", environment(), 500)
-    found = json.loads(file.read_text())
-    words = f"peak {found['peak']:.2f} GiB, bound {found['bound']:.2f} GiB"
-    if not 0.7 * found["bound"] < found["peak"] < found["bound"]:
-        raise Failed(f"{words}: the bound that a run prints is exceeded, or says nothing")
-    waiting = [row for row in found["micro_batches"] if not row[0] and sum(row[3:])]
-    if waiting:
-        raise Failed(f"micro-batches wait for the GPU (last one, launches, products, waits, copies): {waiting}")
-    small = 0.9 * found["peak"]
-    try:
-        run(line, WORK / "memory-small.log", environment(gib=f"{small:.2f}"), 500)
-    except Failed as error:
-        if "OutOfMemoryError" not in str(error):
-            raise
-    else:
-        raise Failed(f"a card of {small:.2f} GiB is large enough, although the peak is {found['peak']:.2f} GiB")
-    return f"{words}; out of memory on a card of {small:.2f} GiB"
-
-
-def check_engine(given: argparse.Namespace) -> str:
-    """Build vLLM's CUDA engine, push weights twice, and let it sleep in between."""
-    file = WORK / "engine.json"
-    line = [sys.executable, str(HERE / "engine_thread.py"), str(tiny_model()), str(file)]
-    run(line, WORK / "engine.log", environment(order="1"), 550)
-    found = json.loads(file.read_text())
-    wrong = [name for name in ("forbidden", "races") if found[name]]
-    if found["captures"] < 10 or not found["threads kept"]:
-        wrong.append("captures or threads")
-    if any(abs(engine - trainer) > 1e-6 * trainer for engine, trainer, _ in found["pushes"]):
-        wrong.append("an engine's weights are not those that were pushed")
-    if found["asleep"] - found["trainer alone"] > 0.02 * (found["awake"] - found["trainer alone"]):
-        wrong.append("an engine that sleeps keeps its memory")
-    if wrong:
-        raise Failed(f"{'; '.join(wrong)}: {json.dumps(found)}")
-    return f"{found['captures']} captures, {found['awake']:.1f} GiB awake, {found['asleep']:.2f} GiB asleep"
-
-
-def check_kernels(given: argparse.Namespace) -> str:
-    """Compile FlexAttention's kernels for four cards."""
-    cards = [card for card in ("80", "89", "90", "120") if not given.only or card in given.only]
-    lines = []
-    for card in cards:
-        line = [sys.executable, str(HERE / "kernels.py"), "64"]
-        text = run(line, WORK / f"kernels-{card}.log", environment(capability=card), 500)
-        lines.append(text.splitlines()[-1])
-    return "; ".join(lines)
-
-
 PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "stubs": check_stubs,
     "device": check_device,
     "backends": check_backends,
     "runs": check_runs,
     "waits": check_waits,
-    "memory": check_memory,
-    "engine": check_engine,
-    "kernels": check_kernels,
 }
 
 
