@@ -80,7 +80,7 @@ def without_device() -> dict[str, str]:
     }
 
 
-def run(line: list[str], log: Path, variables: dict[str, str], timeout: float = 300) -> str:
+def run(line: list[str], log: Path, variables: dict[str, str], timeout: float = 900) -> str:
     """Run a program to its end and return what it printed; raise Failed with the last lines for an exit code."""
     with open(log, "w") as out:
         try:
@@ -136,7 +136,7 @@ def check_backends(given: argparse.Namespace) -> str:
     """Compare the choices of trainer and engine on seven cards with the golden table."""
     file = WORK / "backends.json"
     line = [sys.executable, str(HERE / "backends.py"), str(file), *given.only]
-    run(line, WORK / "backends.log", environment(), 500)
+    run(line, WORK / "backends.log", environment())
     found = json.loads(file.read_text())
     for card, row in found.items():
         if card.endswith(" with nvcc") and row != found[card.replace(" with ", " without ")]:
