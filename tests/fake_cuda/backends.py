@@ -67,9 +67,15 @@ class Recorded(Exception):
 
 
 def forget_the_card() -> None:
-    """Empty the caches in which vLLM keeps what it has found out about the GPU."""
-    for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and (thing.__module__ or "").startswith("vllm"):
+    """Empty the caches in which vLLM keeps what it has found out about the machine.
+
+    Those of functions are found by their modules: the garbage collector does not list objects that were frozen.
+    """
+    known = [thing for thing in gc.get_objects() if isinstance(thing, functools._lru_cache_wrapper)]
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
+        known += [thing for thing in vars(module).values() if isinstance(thing, functools._lru_cache_wrapper)]
+    for thing in known:
+        if (thing.__module__ or "").startswith("vllm"):
             thing.cache_clear()
 
 
@@ -177,6 +183,7 @@ def main() -> None:
         for card in cards:
             for dtype, row in on_a_card(card, folder / "none", model, trainer_choices).items():
                 table[f"trainer, {card} {dtype}"] = row
+        os.environ["CUDA_HOME"] = str(folder / "none")  # some modules look for nvcc when they are imported
         importlib.import_module("vllm")  # once, before the forks
         importlib.import_module("vllm.engine.arg_utils")
         assert not torch.cuda.is_initialized()

@@ -59,12 +59,12 @@ FAULTS: list[Fault] = [
         '"largest_graph": 512',
     ),
     (
-        "an attention backend that depends on nvcc",
+        "FlashInfer on datacenter Blackwell",
         SETTINGS,
         "        usual |= attention_backend(args, dtype)\n",
         "",
         "backends --only 10.0",
-        "depends on nvcc",
+        '+  "attention": "FLASHINFER"',
     ),
     (
         "an offloaded optimizer with one thread",
