@@ -127,9 +127,9 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rollout": "hf"}, "only the adapters are pushed"),
-        ({"zero_stage": 3}, "only the adapters are pushed"),
-        ({"vllm_sleep": "engine"}, "only the adapters are pushed"),
+        ({"rollout": "hf"}, "only adapters are pushed"),
+        ({"zero_stage": 3}, "only adapters are pushed"),
+        ({"vllm_sleep": "engine"}, "only adapters are pushed"),
         ({"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
     ],
 )

@@ -193,7 +193,7 @@ def test_float16_is_rejected_without_a_gpu(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         pretrained.resolve_device(grpo.Args(dtype="float16"))
     said = capsys.readouterr().err
-    assert end.value.code == 2 and "--dtype float16 needs a GPU" in said and "give bfloat16 or float32" in said
+    assert end.value.code == 2 and "--dtype float16 needs a GPU" in said and "use bfloat16 or float32" in said
 
 
 def test_what_deepspeed_is_told():

@@ -837,7 +837,7 @@ def test_a_file_may_be_given_alone(tmp_path, capsys, named):
     file = tmp_path / "train.py"
     file.write_text('from trl import GRPOTrainer\nGRPOTrainer(model="M", train_dataset="D").train()\n')
     assert translate.main([*named, str(file), "--command_only"]) == 0
-    assert capsys.readouterr().out.startswith("python grpo.py --as trl ")
+    assert capsys.readouterr().out.startswith("python grpo.py --preset trl ")
     with pytest.raises(SystemExit):
         translate.main(["nothing.py"])
 

@@ -329,7 +329,7 @@ CASES = {
     "unknown verifier file": ({"verifier": "nothing.py:score"}, ["--verifier", "no file 'nothing.py'", "'score'"]),
     "a verifier file without .py": (
         {"verifier": "PLACE/problems.jsonl:score"},
-        ["--verifier", "problems.jsonl' is must have the extension .py", "problems.jsonl.py"],
+        ["--verifier", "problems.jsonl' must have the extension .py", "problems.jsonl.py"],
     ),
     "unknown function": ({"verifier": f"{VERIFIERS}:nothing"}, ["--verifier", "no function 'nothing'"]),
     "function is none": ({"verifier": f"{VERIFIERS}:__name__"}, ["--verifier", "no function '__name__'"]),
@@ -995,7 +995,7 @@ def test_a_training_script_of_others_leads_to_the_translation(tmp_path, capsys, 
             flag_translation.refuse_foreign(words, fields)
         said = capsys.readouterr().err
         assert end.value.code == 2 and f"python scripts/translate.py --file {shlex.quote(str(file))}" in said
-    flag_translation.refuse_foreign(["--environment", str(file), "--stop", str(file), "--seed", "2"], fields)
+    flag_translation.refuse_foreign(["--environment", str(file), "--stop_strings", str(file), "--seed", "2"], fields)
     assert capsys.readouterr().err == ""
 
 

@@ -681,7 +681,7 @@ def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
     with pytest.raises(SystemExit):
         from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     message = capsys.readouterr().err
-    assert "row 5" in message and "in column solution" in message and "generator is no value" in message
+    assert "row 5" in message and "in column solution" in message and "generator is not a value" in message
     training, evaluation = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True, bad_rows="drop")
     assert len(training) + len(evaluation) == 28
 

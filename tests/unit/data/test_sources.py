@@ -344,7 +344,7 @@ def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
     found = everything(Args(dataset=f"{tmp_path}/good.parquet"))
     assert questions(found) == [f"café {i}" for i in range(4)]
     message = refusal(capsys, Args(dataset=f"{tmp_path}/bad.parquet"))
-    assert "row 4 has a 'question' that is no UTF-8 text" in message and "b'" not in message
+    assert "row 4 has a 'question' that is not UTF-8 text" in message and "b'" not in message
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -681,11 +681,11 @@ BAD = {
     "not an object": (["1 + 1", "2"], "row 7 is list, not an object"),
     "half an emoji in the prompt": (
         {"question": "1 + 1 \ud83d =", "answer": "2"},
-        "row 7 has a 'question' that is no UTF-8",
+        "row 7 has a 'question' that is not UTF-8",
     ),
     "half an emoji in a message": (
         {"question": [{"role": "user", "content": "\ud83d"}], "answer": "2"},
-        "row 7 has a 'question' that is no UTF-8 text",
+        "row 7 has a 'question' that is not UTF-8 text",
     ),
     "half an emoji in the truth": (
         {"question": "1 + 1", "answer": "2\udcff"},

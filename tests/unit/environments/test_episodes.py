@@ -446,7 +446,7 @@ def test_what_reset_says_may_look_like_a_chat_template(tiny, capsys):
         rendering.render_prompts(
             [Problem([{"role": "user", "content": words}], "4", "exact", {})], tokenizer_of(tiny), args
         )
-    assert "are those of a chat template already" in capsys.readouterr().err
+    assert "already contain a chat template" in capsys.readouterr().err
 
 
 def test_a_helper_next_to_the_file_is_imported_before_a_project_file_of_its_name(tmp_path):

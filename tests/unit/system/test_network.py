@@ -61,7 +61,9 @@ def test_the_address_is_that_of_the_way_to_the_first_node(monkeypatch, several_n
         return
     with pytest.raises(SystemExit) as end:
         network.own_address()
-    assert end.value.code == 2 and "no way to MASTER_ADDR 127.0.0.2 other than its loopback" in capsys.readouterr().err
+    assert (
+        end.value.code == 2 and "no route to MASTER_ADDR 127.0.0.2 other than its loopback" in capsys.readouterr().err
+    )
 
 
 def test_the_end_of_a_way_is_an_address_of_this_machine():

@@ -422,7 +422,7 @@ def test_rows_are_refused_by_their_own_solution():
     wrong = rewards.truth_error("code", check.replace("4", "5"), row)
     assert "canonical_solution" in wrong and "AssertionError" in wrong
     lazy = {"entry_point": "f", "solution": "```python\ndef f(x):\n    return (v for v in [x])\n```"}
-    assert "a generator is no value" in rewards.truth_error("code", "def check(f):\n    assert list(f(2))\n", lazy)
+    assert "a generator is not a value" in rewards.truth_error("code", "def check(f):\n    assert list(f(2))\n", lazy)
     tests = json.dumps([{"input": [2], "output": 4}])
     assert rewards.truth_error("code", tests, row) == ""
     assert "test 0: another value" in rewards.truth_error("code", tests.replace("4", "5"), row)
@@ -439,9 +439,9 @@ def test_tests_are_tried_where_there_is_no_solution():
         ("import torch\ndef check(f):\n    assert f(1)\n", "No module named 'torch'"),
         ("def check(f):\n    pass\n", "calls no function"),
         ("1 / 0\ndef check(f):\n    assert f(1)\n", "ZeroDivisionError"),
-        ("def check(f):\n    assert f(1) == 2\n    assert f(lambda x: x) == 3\n", "a function is no value"),
-        ("def check(f):\n    assert f(object()) == 3\n", "a object is no value"),
-        ("def check(f):\n    assert f(x for x in [1]) == 3\n", "a generator is no value"),
+        ("def check(f):\n    assert f(1) == 2\n    assert f(lambda x: x) == 3\n", "a function is not a value"),
+        ("def check(f):\n    assert f(object()) == 3\n", "a object is not a value"),
+        ("def check(f):\n    assert f(x for x in [1]) == 3\n", "a generator is not a value"),
     ):
         found = rewards.truth_error("code", test, row)
         assert wrong in found, (test, found)
