@@ -114,7 +114,7 @@ def value_of(row: dict[str, Any], key: str) -> Any:
 
 
 def check_column(flag: str, key: str, problems: list[Problem], others: tuple[str, ...]) -> None:
-    """Refuse a value of ``flag`` that is neither one of ``others`` nor a column of the first row."""
+    """Reject a value of ``flag`` that is neither one of ``others`` nor a column of the first row."""
     if not {key, key.partition(".")[0]} & {*others, *problems[0].row}:
         refuse(f"--{flag} {key}: expected {', '.join(others)} or a column of the data ({', '.join(problems[0].row)})")
 

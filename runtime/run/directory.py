@@ -54,9 +54,9 @@ def run_name(args, defaults) -> str:
             parts.append(f"{f.name}={value}")
     text = "__".join(parts)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
-    begin = (
-        args.exp_name if args.reward_control == "none" else f"{args.exp_name}__reward_control={args.reward_control}"
-    )  # never cut off
+    begin = args.exp_name  # never cut off
+    if args.reward_control != "none":
+        begin += f"__reward_control={args.reward_control}"
     ends = (begin, f"seed={args.seed}")
     room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
     if len(safe) > 120 or safe != text or len(safe.encode()) > room:

@@ -343,7 +343,7 @@ def test_sdpo_reads_a_column_that_every_row_has_and_fills_in_the_hint_once(modul
 
 @pytest.mark.parametrize("name", ["opsd", "sdpo"])
 def test_a_teacher_s_prompt_has_the_tools_and_the_observation_of_the_student_s(modules, tiny, name):
-    """Where the template writes the tools itself; what reset says stays text in the teacher's prompt, too."""
+    """The template writes the tools of a teacher's prompt, and the text of ``reset`` stays text in it."""
     flags = {"environment": f"{ROOT / 'tests' / 'environments.py'}:Tools", "max_prompt_length": 5000}
     flags["chat_template"] = str(ROOT / "tests" / "templates" / "qwen2_5.jinja")
     args = modules[name].Args(model_name_or_path=str(tiny), **flags)
