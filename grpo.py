@@ -1,25 +1,24 @@
-"""GRPO with verifiable rewards, in one file: read ``main`` from top to bottom as data goes through a step.
+"""GRPO with verifiable rewards, in one file. Read ``main`` from top to bottom: it follows the data through a step.
 
     1 prompts -> 2 generate -> 3 score -> 4 gather -> 5 log-probs -> 6 advantages -> 7 update -> 8 push -> 9 record
 
-Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300): several responses to each prompt; the advantage of
-a response is its reward compared with the rewards of its group. What was chosen here:
+Group Relative Policy Optimization (DeepSeekMath, arXiv 2402.03300) samples a group of responses to each prompt. The
+advantage of a response is its reward compared with the rewards of its group. Design choices:
 
-* vLLM samples in a thread of this process and passes token ids, not text: exactly the ids it drew are trained on.
-* The samples of a group share one row of a micro-batch: their prompt is computed once, with the same
-  results as in rows of their own (``--batch_layout``).
-* A token's weight in the loss comes from the counts of a whole optimizer step on all ranks (``--loss_norm``). Neither
-  micro-batches, nor padding, nor the number of ranks changes a gradient.
-* One optimizer step per batch needs no pass for old log-probs: the ratio is 1, and its gradient is that of log pi.
-* KL to a reference is off (``--beta 0``, and no reference is loaded). When it is on, you choose the estimator, its
-  gradient, and where it goes: into the loss, into the reward, or both. docs/kl.md says what each combination does.
-* With several turns (``--environment``) a sample is all its turns, one after the other. Only the model's tokens are
-  response tokens. What an environment wrote is context, and enters no loss, KL, ratio or mean.
-* Left out: a critic (ppo.py), tensor-parallel training.
+* vLLM samples in a thread of this process and returns token ids, not text. Training uses exactly these ids.
+* The samples of a group share a row, so their prompt is computed once (``--batch_layout``). This changes no result.
+* A token's weight in the loss comes from the token and sample counts of a whole optimizer step, over all ranks
+  (``--loss_norm``). Neither micro-batches, nor padding, nor the number of ranks changes a gradient.
+* With one optimizer step per batch, no pass for old log-probs is needed: the ratio is 1, its gradient that of log pi.
+* By default there is no KL, and no reference model is loaded (``--beta 0``). For a KL you choose the estimator, its
+  gradient, and its place: the loss, the reward, or both. docs/kl.md describes what each combination does.
+* With several turns (``--environment``), a sample is the sequence of all its turns. Only tokens of the model are
+  response tokens. Tokens of the environment are context, and enter no loss, KL, ratio or mean.
+* Not included: a critic (see ppo.py) and tensor-parallel training.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, N response tokens of a step, T response
-tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot at its end, for
-empty micro-batches: a rank that has fewer micro-batches than another one fills up with these.
+tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot at its end for empty
+micro-batches, which keep all ranks at the same number of passes.
 
     CPU, two cores       python grpo.py
     one GPU              python grpo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
@@ -55,13 +54,13 @@ class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
     preset: str | None = None
-    """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
+    """Use the defaults of another framework, e.g. verl (docs/evidence/presets.md). All other flags take precedence."""
     total_steps: int = 28
     """Number of training steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Total number of samples, instead of total_steps; rounded down to whole steps."""
+    """Alternative to total_steps: total number of samples, rounded down to whole steps."""
     total_epochs: int | None = None
-    """Number of epochs over the training problems, instead of total_steps; rounded down to whole steps."""
+    """Alternative to total_steps: number of epochs over the training problems, rounded down to whole steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -69,7 +68,7 @@ class Args(flags.RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch over a batch. Groups are split evenly across mini-batches; a group is never split."""
+    """Number of mini-batches (optimizer steps) per epoch over a batch. Complete groups are distributed evenly."""
     num_epochs: int = 1
     """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -77,16 +76,17 @@ class Args(flags.RunFlags):
 
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """standard: (r - mean)/(std + eps). centered: r - mean (Dr. GRPO). leave_one_out: r - mean of the others (RLOO)."""
+    """Advantage of a reward r in its group. standard: (r - mean) / (std + advantage_eps). centered: r - mean (Dr.
+    GRPO). leave_one_out: r - mean of the others (RLOO)."""
     advantage_eps: float = 1e-6
-    """With standard: the number that is added to the standard deviation of a group's rewards in the denominator."""
+    """Number added to the standard deviation by which the advantage is divided."""
     filter_zero_std_samples: bool = False
     """Exclude zero-variance groups from the loss and its normalization (DAPO)."""
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the loss and its normalization, but not from the group's statistics (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant: sum / max length (Dr.
-    GRPO)."""
+    """Normalization of the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
+    mean of sequence sums / max_response_length (Dr. GRPO)."""
     clip_lower: float = 0.2
     """Clip the probability ratio at 1 - clip_lower from below."""
     clip_higher: float = 0.2
@@ -96,35 +96,36 @@ class Args(flags.RunFlags):
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
-    """If the mean ratio of an optimizer step exceeds this, skip it and the rest of the batch's steps. Default: off."""
+    """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: off; 2 with
-    --async_steps and no --importance_sampling_mask."""
+    """Weight a token's loss and KL by trainer/sampler probability, at most this cap. 0 disables. Default: 2 with
+    --async_steps unless --importance_sampling_mask is set; otherwise off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, 0 beyond these (IcePop)."""
+    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, by 0 if outside (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
-    """Coefficient of the KL to the reference model, wherever it is added. 0: no KL, and no reference is loaded."""
+    """Coefficient of the KL to the reference model. 0: there is no KL, and no reference model is loaded."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 d*pi/old, abs |d|, full: sum over the vocabulary."""
+    """Estimator of the KL in the loss; with d = log(pi/ref), k1: d. k2: d^2/2. k3: exp(-d)-1+d. k4: d*pi/old. abs: |d|.
+    full: exact sum over the vocabulary. The others are names of verl and open-instruct for k1 to k4 (docs/kl.md)."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
-    """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
+    """Gradient of the KL in the loss. naive: that of the estimator as written. unbiased: that of KL(pi || ref)."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward. Recommended: k1. k2 and k3 push away from the reference where pi < ref."""
+    """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_reward_norm: Literal["after_norm", "before_norm"] = "after_norm"
-    """Subtract the KL from the normalized advantages (after_norm), or from the rewards before that (before_norm)."""
+    """Subtract the KL in the reward from normalized advantages (after_norm) or from the raw rewards (before_norm)."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the KL coefficient (the reward's if it has a KL, else the loss's) to keep the KL near
-    TARGET nats per token. HORIZON is in sequences, 10000 by default; a larger one adapts more slowly. Default: off."""
+    """TARGET [HORIZON]: adapt the coefficient of the KL in the reward (if there is none, of that in the loss) to keep
+    it near TARGET nats per token, more slowly with a larger HORIZON (in sequences, default 10000). Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
-    """FREQ ALPHA: every FREQ steps, reference = ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
+    """FREQ ALPHA: every FREQ steps, set reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
@@ -136,7 +137,7 @@ class Args(flags.RunFlags):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
     warmup_steps: float = 0.0
-    """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
+    """Length of the linear warm-up. Below 1: fraction of all optimizer steps. 1 or more: number of optimizer steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
@@ -149,7 +150,7 @@ class Args(flags.RunFlags):
 
 
 def check_args(args: Args) -> None:
-    """Reject what GRPO cannot do, and flags that would silently do something else (``checks.check`` has the others)."""
+    """Reject settings that GRPO does not support or that would silently misbehave; ``checks.check`` has the others."""
     mask = args.importance_sampling_mask
     if args.num_samples_per_prompt_rollout == 1:
         process.refuse(
@@ -167,11 +168,11 @@ def check_args(args: Args) -> None:
 
 
 def preflight(args: Args) -> Ready | None:
-    """Reject bad settings before torch is imported. Returns what ``main`` takes as ``ready``."""
+    """Reject bad settings before torch is imported. Returns the run's data and folder, or None on a sampling rank."""
     return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
-if __name__ == "__main__":  # --help and every refusal come before the slow imports
+if __name__ == "__main__":  # --help and errors in flags come before the slow imports
     args = flags.parse(Args, __doc__)
     ready = preflight(args)
 
@@ -195,7 +196,7 @@ from runtime.training import batching, deepspeed_zero
 
 
 def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> torch.Tensor:
-    """Rewards [P, G] -> advantages [P, G], in fp64. Rewards that are equal up to rounding give exactly 0.
+    """Return the advantages [P, G] of rewards [P, G], in fp64. They are exactly 0 if a group's rewards are all equal.
 
     standard: (r - mean) / (std + eps), std with Bessel's correction; centered: r - mean (Dr. GRPO, arXiv 2503.20783);
     leave_one_out: r - mean of the others = (r - mean) G / (G - 1) (RLOO, arXiv 2402.14740).
@@ -212,14 +213,14 @@ def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> 
 
 
 def return_to_go(values_N: torch.Tensor, offsets: list[int]) -> torch.Tensor:
-    """Sums from each token to the end of its own response. [N] -> [N]; response i is offsets[i]:offsets[i + 1]."""
+    """Return the sum from each token to the end of its response, [N]; response i is offsets[i]:offsets[i + 1]."""
     return torch.cat([values_N[a:b].flip(0).cumsum(0).flip(0) for a, b in itertools.pairwise(offsets)])
 
 
 def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch.Tensor:
-    """Every token's weight in the loss of one optimizer step, [N] in fp32; 0 outside the samples ``in_loss``.
+    """Return each token's weight in the loss of one optimizer step, [N] in fp32; 0 for samples that are not in_loss.
 
-    Computed from the counts of all ranks before anything is cut into micro-batches, so cutting changes nothing.
+    The weights depend on the numbers of tokens and samples over all ranks, not on how these are cut into micro-batches.
     """
     lengths = [s.length for s in samples]
     tokens = sum(lengths[i] for i in in_loss)
@@ -235,14 +236,14 @@ def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch
 
 
 def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x with its value clamped to [low, high] and its gradient left as it is, which torch.clamp would cut off."""
+    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside."""
     return x.clamp(low, high).detach() + x - x.detach()
 
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
-    """old / sampler of every token, truncated and masked as the flags say, or 1 without them. [T], no gradient.
+    """Return the ratio old / sampler of each token, capped and masked by the flags (1 if both are off), [T], detached.
 
-    The sampler drew the tokens. Its probabilities differ from ``old_T``: by older weights, or by other kernels.
+    The sampler is the engine that drew the tokens. It may have older weights than ``old_T``, and has other kernels.
     """
     cap = args.truncated_importance_sampling_ratio_cap
     mask = args.importance_sampling_mask
@@ -257,24 +258,24 @@ def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args)
 
 @dataclass
 class Tokens:
-    """The response tokens of a micro-batch, [T] each in fp32: what ``token_loss`` is computed from."""
+    """Response tokens of a micro-batch: the input of ``token_loss``. Every field is [T] in fp32."""
 
-    logprobs_T: torch.Tensor  # the policy's, with gradient
-    old_T: torch.Tensor  # the policy's before the batch's first optimizer step; with one step, logprobs_T itself
-    ref_T: torch.Tensor  # the reference's; 0 without one
-    sampler_T: torch.Tensor  # the engine's
+    logprobs_T: torch.Tensor  # log-probs of the policy, with gradient
+    old_T: torch.Tensor  # log-probs before the batch's first optimizer step; with only one step, logprobs_T detached
+    ref_T: torch.Tensor  # log-probs of the reference; 0 without a reference
+    sampler_T: torch.Tensor  # log-probs of the engine
     advantages_T: torch.Tensor
-    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 in an empty micro-batch
-    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coef wants it
-    full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
+    weights_T: torch.Tensor  # weights in the loss (``loss_weights``); 0 in an empty micro-batch
+    entropy_T: torch.Tensor  # entropy of the policy; with gradient if --entropy_coef is not 0
+    full_kl_T: torch.Tensor | None  # exact KL over the vocabulary, with gradient; None unless the loss uses it
 
 
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
+    """Return the loss of each response token before weighting, and its pieces for the log; all are [T] in fp32.
 
-    ``beta``: coefficient of the KL in the loss. A piece that you add is logged as policy/NAME, its mean.
+    ``beta``: coefficient of the KL in the loss. The mean of each piece that you add is logged as policy/NAME.
     """
-    # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
+    # Policy: PPO's clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO, arXiv 2503.14476).
     ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
     unclipped_T = -t.advantages_T * ratio_T
     clipped_T = -t.advantages_T * ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)
@@ -282,13 +283,13 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    # The importance weight is for terms of the sampled token. Entropy and full KL sum over the vocabulary: there it
-    # would only add noise, and shrink them where it is truncated.
+    # Only terms of the sampled token get the importance weight. Entropy and full KL sum over the vocabulary: a weight
+    # would only add noise to them, and shrink them where it is truncated.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
 
-    # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
+    # KL in the loss. naive differentiates the estimator as written. Samples are fresh if policy = old (docs/kl.md).
     kl_T = torch.zeros_like(loss_T)
     if beta > 0:
         d_T = t.logprobs_T - t.ref_T
@@ -308,7 +309,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
             case "full":  # exact, value and gradient
                 kl_T = t.full_kl_T
         if args.kl_estimator != "full":
-            if args.kl_gradient == "unbiased":  # this value, and the gradient of KL(policy || reference)
+            if args.kl_gradient == "unbiased":  # keep the value, use the gradient of KL(policy || reference)
                 slope_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
                 kl_T = kl_T.detach() + slope_T.detach() * (t.logprobs_T - t.logprobs_T.detach())
             kl_T = weight_T * kl_T
@@ -321,17 +322,17 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Builds the engine; no other thread touches it. Messages, which it reads while the engine pauses:
+    """Build and run the engine, which no other thread touches. Messages to this thread (in) and from it (out):
 
-    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling); ("until",
-         batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
+    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling), ("until", batch),
+         ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function) for measurements
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
-         ("slept",), ("called", function(llm)), ("error", exception): the main thread raises it again
+         ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    Finished requests, never the time, decide when the engine pauses, so that a run can be repeated: after each whole
-    batch or, with --inflight_updates, after the engine step that completes the batch of the last "until" message. With
-    --inflight_updates and --vllm_engines it never pauses, and messages are read as they arrive.
-    Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
+    The thread reads messages while the engine pauses: after each complete batch or, with --inflight_updates, after the
+    engine step that completes the batch named by the last "until". Finished requests decide this, never the time, so a
+    run can be repeated. Only with both --inflight_updates and --vllm_engines are messages read as they arrive.
+    While responses of several turns (--environment) wait for their tools, the engine computes the others.
     """
     episodes = Episodes(args)
     never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
@@ -354,7 +355,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # allocate the weights now, and the KV cache when the push has freed its memory
+                        if asleep:  # allocate the weights now, the KV cache after the push, which needs memory as well
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -397,14 +398,14 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             episodes.close()
             if llm is not None:
                 release_vllm(llm)
-        finally:  # on a device in error the release fails, too: report the first error even then
+        finally:  # if the device is in error, the release fails, too; still report the first error
             outbox.put(("error", error))
 
 
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
-    """vLLM's ``LLM`` in this process, in the thread that will use it."""
+    """Build vLLM's ``LLM`` in this process. Call it in the thread that uses the engine."""
     cuda = torch.cuda.is_available()
-    given = vllm_settings.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
+    given = vllm_settings.engine_settings(args, dtype, world_size)  # sizes for this device, and --vllm_args
     from vllm import LLM
 
     return LLM(
@@ -412,20 +413,20 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
-        skip_tokenizer_init=not args.stop_strings,  # ids go in and come out; only stop strings need text
+        skip_tokenizer_init=not args.stop_strings,  # input and output are token ids; only stop strings need text
         trust_remote_code=args.trust_remote_code,
         hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
-        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for draws without a request's own seed
+        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: vLLM rewinds the random generator after a chunk that ends inside a prompt; a CPU's cannot be.
+        # Not on CPUs: vLLM rewinds the generator after a chunk that ends inside a prompt; CPU ones cannot be rewound.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
-        generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        # Off with in-flight updates: tokens of a step under way would be labeled with the version of the new weights.
+        logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
+        generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
+        # Off with in-flight updates: tokens of the current engine step would get the version of the new weights.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -434,18 +435,17 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
 
 def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
-    """Have the engine compute the next turn of an episode."""
+    """Request the next turn of an episode from the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     ids, sampling, seed = episode.request()
-    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
-    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
+    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}  # the salt excludes cache entries of older weights
     how = SamplingParams(
         **sampling,
         seed=seed,
         stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only that of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling["stop"]),
         include_stop_str_in_output=True,
@@ -459,11 +459,11 @@ def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> E
 
 
 def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
-    """Phases 2 to 4 of a batch that was asked for: its samples of all ranks, scored, ordered by prompt and number."""
+    """Run phases 2 to 4 of a requested batch. Returns the scored samples of all ranks, by prompt and sample number."""
     if batch.samples is None:
         with clock("generate"):
             for own, sample in engine.arrivals(batch):
-                # 3 score: at once, in another process, while the rest still decodes
+                # 3 score: at once, in another process, while the engine decodes the rest
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
         with clock("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
@@ -478,8 +478,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics. Keeps each prompt's best (--generation_size), and replaces groups of equal
-    reward by groups of new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
+    """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
+    zero-variance groups by new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
@@ -513,7 +513,7 @@ def evaluate(
     clock: utils.Stopwatch,
     args: Args,
 ) -> None:
-    """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
+    """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
         return
     with clock("eval"):
@@ -527,11 +527,11 @@ def evaluate(
 
 @watchdog.ends_all_ranks
 def main(args: Args, ready: Ready | None) -> None:
-    """Train; a rank of --vllm_engines only samples. ``ready``: what ``preflight(args)`` returned."""
+    """Train. ``ready``: data and folder, from ``preflight``; None on a rank of --vllm_engines, which only samples."""
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
-    run = utils.setup_run(args, ready)  # prints sizes and what the KL setting means
+    run = utils.setup_run(args, ready)  # prints sizes and the expected gradient of the KL setting
     if args.dry_run:
         return
     device = run.device
@@ -543,7 +543,7 @@ def main(args: Args, ready: Ready | None) -> None:
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
-    # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
+    # The engine is built before the rest: it measures free memory, and changes global settings of torch meanwhile.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
     set_seed(args.seed + run.rank)
@@ -556,7 +556,7 @@ def main(args: Args, ready: Ready | None) -> None:
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
-    skips = SimpleNamespace(policy=0)  # optimizer steps in a row that were not applied
+    skips = SimpleNamespace(policy=0)  # consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     clock = utils.Phases(args, engine, reference, [policy], device)
     log = utils.open_log(args, run)
@@ -573,25 +573,25 @@ def main(args: Args, ready: Ready | None) -> None:
     queue.resume(done)
     clock.restart()
     for step in range(done + 1, run.total_steps + 1):
-        # 1 prompts: the same list on every rank; with --async_steps those of later steps as well
+        # 1 prompts: request this step's batch and, with --async_steps, those of later steps; equal on all ranks
         while queue.last < min(step + args.async_steps, run.total_steps):
             queue.ask(prompts)
 
-        # 2 generate, 3 score: wait for the batch that was asked for first
-        # 4 gather: every rank gets all samples, ordered by prompt and number
+        # 2 generate, 3 score: wait for the oldest batch that was requested
+        # 4 gather: every rank gets all samples, ordered by prompt and sample number
         batch = queue.next()
         collect(engine, verifiers, batch, clock)
         samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
-        offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
-        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that empty micro-batches use
+        offsets = batching.token_offsets(samples)  # response i has the tokens offsets[i]:offsets[i + 1] of the N
+        slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
         # Which samples take part.  in_loss: counted in the loss's normalization.  with_gradient: those that the update
-        # computes; without KL and entropy a group of equal rewards has gradient 0 and is left out. If that leaves none
-        # of a mini-batch, one is computed all the same, so that AdamW steps: momentum moves weights at gradient 0, too.
+        # computes; with no reference and no entropy bonus, groups of equal rewards have gradient 0 and are left out. If
+        # no sample of a mini-batch is left, one is computed anyway so that AdamW steps: momentum still moves weights.
         zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
@@ -602,7 +602,7 @@ def main(args: Args, ready: Ready | None) -> None:
         if reference is None and args.entropy_coef == 0:
             with_gradient = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
 
-        # 5 log-probs: reference, if there is one; old, if there are several optimizer steps or a KL in the reward
+        # 5 log-probs: the reference's if there is one; old ones if there are several optimizer steps or a reward KL
         first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}
         known = sorted({*with_gradient, *first_of_groups.values()})
         if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):
@@ -620,13 +620,13 @@ def main(args: Args, ready: Ready | None) -> None:
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
             if known:
-                for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
+                for array in (old_N, ref_N, full_kl_N):  # each token was computed on only one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, with_gradient, step, args, run)
             if reference is not None:
                 kl_metrics |= utils.exact_kl(policy, reference, samples, with_gradient, run)
 
-        # 6 advantages: one per response, from its group's rewards; KL in the reward enters here, one value per token
+        # 6 advantages: one per response, from its group's rewards. KL in the reward is subtracted here, per token.
         kind = args.advantage_normalization_type
         advantages_PG = group_advantages(rewards_PG, kind, args.advantage_eps)
         penalty_N = torch.zeros(slots, device=device)
@@ -634,7 +634,7 @@ def main(args: Args, ready: Ready | None) -> None:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
             penalty_N[:-1] = kl.reward * return_to_go(kl_N, offsets)
-            if args.kl_reward_norm == "before_norm":  # subtract a response's whole KL from its reward, as verl does
+            if args.kl_reward_norm == "before_norm":  # subtract a response's total KL from its reward, as verl does
                 sequence_kl_PG = penalty_N[offsets[:-1]].double().cpu().view(prompts, group)
                 advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
@@ -645,7 +645,7 @@ def main(args: Args, ready: Ready | None) -> None:
             sample.advantage = advantage
         advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N
 
-        # 7 update: epochs x mini-batches x micro-batches; KL in the loss enters in token_loss
+        # 7 update: epochs x mini-batches x micro-batches; token_loss adds the KL in the loss
         groups = sorted({samples[i].prompt_id for i in in_loss})
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N)
         with clock("update"):
@@ -680,7 +680,7 @@ def main(args: Args, ready: Ready | None) -> None:
         log.check_skips(skips, samples)
 
         # 8 push: the engine answers later requests with the new weights
-        if args.inflight_updates == "off":  # finish the batches it has begun with the old weights first
+        if args.inflight_updates == "off":  # first let the engine finish its batches with the old weights
             for asked in queue.batches:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):

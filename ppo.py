@@ -1,22 +1,22 @@
-"""PPO with a critic and verifiable rewards, in one file: read ``main`` from top to bottom as data goes through a step.
+"""PPO with a critic and verifiable rewards, in one file. Read ``main`` from top to bottom: it follows the data.
 
     1 prompts -> 2 generate -> 3 score -> 4 gather -> 5 log-probs and values -> 6 advantages -> 7 update -> 8 push
     -> 9 record
 
 Proximal Policy Optimization (arXiv 1707.06347) with generalized advantage estimation (arXiv 1506.02438). The script is
-grpo.py with a critic: ``diff grpo.py ppo.py`` shows what a critic takes, and nothing else. What was chosen here:
+grpo.py with a critic: ``diff grpo.py ppo.py`` shows only the code that the critic needs. Design choices:
 
 * The critic is a second transformer with a scalar head and its own DeepSpeed engine. It starts from the policy's
   weights, with values near 0. Before each response token it predicts the reward still to come.
-* It learns from all responses, truncated ones included, and its optimizer steps come before the policy's.
-* Advantages and returns are computed in fp64 on every rank from all tokens, then whitened (``--adv_norm``).
-* Samples, shared rows, the loss of the policy and the KL are those of grpo.py, word for word. KL in the reward is
-  subtracted token by token, before GAE.
-* Left out: everything that grpo.py leaves out, and statistics of groups.
+* The critic learns from all responses, truncated ones included. Its optimizer steps come before the policy's.
+* Every rank computes advantages and returns in fp64 from all tokens. The advantages are then whitened (``--adv_norm``).
+* The code for samples, shared rows, the policy's loss and the KL is that of grpo.py, word for word. A KL in the reward
+  is subtracted token by token, before GAE.
+* Not included: everything that grpo.py does not include, and advantages relative to a group.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, B samples of a step, N response tokens
 of a step, T response tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot
-at its end, for the micro-batches that only keep a rank in step with the others.
+at its end for empty micro-batches, which keep all ranks at the same number of passes.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
@@ -56,13 +56,13 @@ class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
     preset: str | None = None
-    """Preset: use the defaults of another framework (docs/evidence/presets.md). Flags given here take precedence."""
+    """Use the defaults of another framework, e.g. verl (docs/evidence/presets.md). All other flags take precedence."""
     total_steps: int = 28
     """Number of training steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Total number of samples, instead of total_steps; rounded down to whole steps."""
+    """Alternative to total_steps: total number of samples, rounded down to whole steps."""
     total_epochs: int | None = None
-    """Number of epochs over the training problems, instead of total_steps; rounded down to whole steps."""
+    """Alternative to total_steps: number of epochs over the training problems, rounded down to whole steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -70,7 +70,7 @@ class Args(flags.RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Optimizer steps per epoch over a batch. Groups are split evenly across mini-batches; a group is never split."""
+    """Number of mini-batches (optimizer steps) per epoch over a batch. Complete groups are distributed evenly."""
     num_epochs: int = 1
     """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -82,8 +82,8 @@ class Args(flags.RunFlags):
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the policy's loss and its normalization (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant: sum / max length (Dr.
-    GRPO)."""
+    """Normalization of the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
+    mean of sequence sums / max_response_length (Dr. GRPO)."""
     clip_lower: float = 0.2
     """Clip the probability ratio at 1 - clip_lower from below."""
     clip_higher: float = 0.2
@@ -93,33 +93,34 @@ class Args(flags.RunFlags):
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus, computed from every token's full distribution."""
     early_stop_imp_ratio: float | None = None
-    """If the mean ratio of an optimizer step exceeds this, skip it and the rest of the batch's steps. Default: off."""
+    """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss and KL by min(trainer/sampler probability, cap). Default: off; 2 with
-    --async_steps and no --importance_sampling_mask."""
+    """Weight a token's loss and KL by trainer/sampler probability, at most this cap. 0 disables. Default: 2 with
+    --async_steps unless --importance_sampling_mask is set; otherwise off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, 0 beyond these (IcePop)."""
+    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, by 0 if outside (IcePop)."""
 
     # ---- KL
     beta: float = 0.0
-    """Coefficient of the KL to the reference model, wherever it is added. 0: no KL, and no reference is loaded."""
+    """Coefficient of the KL to the reference model. 0: there is no KL, and no reference model is loaded."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """For d = log pi - log ref: k1 d, k2 d^2/2, k3 exp(-d)-1+d, k4 d*pi/old, abs |d|, full: sum over the vocabulary."""
+    """Estimator of the KL in the loss; with d = log(pi/ref), k1: d. k2: d^2/2. k3: exp(-d)-1+d. k4: d*pi/old. abs: |d|.
+    full: exact sum over the vocabulary. The others are names of verl and open-instruct for k1 to k4 (docs/kl.md)."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
-    """KL in the loss. naive: differentiate the estimator itself. unbiased: same value, gradient of the reverse KL."""
+    """Gradient of the KL in the loss. naive: that of the estimator as written. unbiased: that of KL(pi || ref)."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
-    """Estimator of the KL in the reward. Recommended: k1. k2 and k3 push away from the reference where pi < ref."""
+    """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the KL coefficient (the reward's if it has a KL, else the loss's) to keep the KL near
-    TARGET nats per token. HORIZON is in sequences, 10000 by default; a larger one adapts more slowly. Default: off."""
+    """TARGET [HORIZON]: adapt the coefficient of the KL in the reward (if there is none, of that in the loss) to keep
+    it near TARGET nats per token, more slowly with a larger HORIZON (in sequences, default 10000). Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
-    """FREQ ALPHA: every FREQ steps, reference = ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
+    """FREQ ALPHA: every FREQ steps, set reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- critic
     disable_value: bool = False
@@ -129,9 +130,10 @@ class Args(flags.RunFlags):
     gae_lambda: float = 1.0
     """GAE's lambda. 1: unbiased advantages. Lower: less variance, but more bias from the critic's errors."""
     bootstrap_truncated: bool = False
-    """Use the critic's value of the last state of a truncated response as its future reward. Off: 0, as after EOS."""
+    """Use the critic's value of a truncated response's last state as its future reward. Off: 0, as after EOS."""
     adv_norm: Literal["batch", "group", "none"] = "batch"
-    """Whiten advantages over all tokens of the step (batch) or of each prompt (group), truncated responses included."""
+    """Whiten advantages over all tokens of the step (batch), of each prompt (group), or not (none). Truncated responses
+    are included."""
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
@@ -142,13 +144,14 @@ class Args(flags.RunFlags):
     critic_warmup: int = 0
     """Number of steps at the start that train only the critic."""
     value_norm: Literal["none", "running", "exp"] = "none"
-    """Train the critic on (return - mean) / std. running: statistics of all returns so far. exp: moving averages."""
+    """Train the critic on (return - mean) / std, from all returns so far (running) or from moving averages (exp)."""
     value_norm_beta: float = 0.99995
     """Decay of the moving averages per step (--value_norm exp)."""
     value_norm_eps: float = 1e-5
-    """Lower bound of the variance (--value_norm)."""
+    """Lower bound of the variance of returns (--value_norm)."""
     dense_reward: Literal["none", "sum", "difference"] = "none"
-    """Use per-token rewards from Reward.steps. sum: as they are. difference: the change since the last one."""
+    """Give intermediate scores (Reward.steps) to their tokens. sum: each in full. difference: its increase over the one
+    before. none: the last token gets the whole reward."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
@@ -160,7 +163,7 @@ class Args(flags.RunFlags):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Learning-rate schedule after the warm-up, over all optimizer steps of the run."""
     warmup_steps: float = 0.0
-    """Linear warm-up. Below 1: a fraction of all optimizer steps. 1 or more: a number of optimizer steps."""
+    """Length of the linear warm-up. Below 1: fraction of all optimizer steps. 1 or more: number of optimizer steps."""
     lr_min_ratio: float = 0.3
     """Final learning rate of the linear and cosine schedules, as a fraction of learning_rate."""
     max_grad_norm: float = 1.0
@@ -173,7 +176,7 @@ class Args(flags.RunFlags):
 
 
 def check_args(args: Args) -> None:
-    """Refuse what PPO cannot do, or what would not mean what it says. ``checks.check`` has what all scripts share."""
+    """Reject settings that PPO does not support or that would silently misbehave; ``checks.check`` has the others."""
     mask = args.importance_sampling_mask
     if args.num_samples_per_prompt_rollout == 1 and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0):
         process.refuse(
@@ -190,7 +193,7 @@ def check_args(args: Args) -> None:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
     if args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()):
         process.refuse("--bootstrap_truncated, --critic_warmup and --critic need a critic; drop --disable_value")
-    steps = flags.total_steps(args, 0) if args.total_epochs is None else math.inf  # epochs: the data is not read yet
+    steps = flags.total_steps(args, 0) if args.total_epochs is None else math.inf  # epochs: unknown before data is read
     if args.critic_warmup >= max(1, steps):
         process.refuse(f"--critic_warmup {args.critic_warmup} leaves none of the {steps} steps to train the policy")
     if 0 in (args.critic_learning_rate, args.value_clip):
@@ -205,7 +208,7 @@ def check_args(args: Args) -> None:
 
 
 def settings_of_critic(args: Args) -> Args:
-    """The arguments as the critic's model and optimizer take them. Refuses a --critic of any other form."""
+    """Return the arguments with the settings of the critic. Exits with code 2 for an invalid --critic."""
     changes = {"learning_rate": args.critic_learning_rate}
     for word in args.critic:
         name, _, value = word.partition("=")
@@ -231,11 +234,11 @@ def settings_of_critic(args: Args) -> Args:
 
 
 def preflight(args: Args) -> Ready | None:
-    """Reject bad settings before torch is imported. Returns what ``main`` takes as ``ready``."""
+    """Reject bad settings before torch is imported. Returns the run's data and folder, or None on a sampling rank."""
     return prepare_run(args, Args(), [check_reward_args, check_args], truth_error)
 
 
-if __name__ == "__main__":  # --help and every refusal come before the slow imports
+if __name__ == "__main__":  # --help and errors in flags come before the slow imports
     args = flags.parse(Args, __doc__)
     ready = preflight(args)
 
@@ -268,9 +271,9 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalized advantage estimates of all responses: (advantages [N], returns [N]), in the dtype given (fp64 here).
+    """Return generalized advantage estimates and returns of all responses, [N] each, in the dtype given (fp64 here).
 
-    values_N: of the state before each token. after_B: of the state after each response's last token, 0 where it ended.
+    values_N: value of the state before each token. after_B: value after each response's last token, 0 if it ended.
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1}, A = 0 after the end;  return_t = A_t + V_t
     (arXiv 1506.02438). Nothing passes from one response to the next.
     """
@@ -290,15 +293,15 @@ def gae(
 
 
 def whiten(x: torch.Tensor) -> torch.Tensor:
-    """(x - mean) / sqrt(variance + 1e-8), the variance with Bessel's correction. [n] -> [n]; one alone becomes 0."""
+    """Return (x - mean) / sqrt(variance + 1e-8) with Bessel's correction, [n] -> [n]. A single element becomes 0."""
     variance = x.var(correction=min(1, len(x) - 1))
     return (x - x.mean()) / (variance + 1e-8).sqrt()
 
 
 def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch.Tensor:
-    """Every token's weight in the loss of one optimizer step, [N] in fp32; 0 outside the samples ``in_loss``.
+    """Return each token's weight in the loss of one optimizer step, [N] in fp32; 0 for samples that are not in_loss.
 
-    Computed from the counts of all ranks before anything is cut into micro-batches, so cutting changes nothing.
+    The weights depend on the numbers of tokens and samples over all ranks, not on how these are cut into micro-batches.
     """
     lengths = [s.length for s in samples]
     tokens = sum(lengths[i] for i in in_loss)
@@ -314,14 +317,14 @@ def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch
 
 
 def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """x with its value clamped to [low, high] and its gradient left as it is, which torch.clamp would cut off."""
+    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside."""
     return x.clamp(low, high).detach() + x - x.detach()
 
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
-    """old / sampler of every token, truncated and masked as the flags say, or 1 without them. [T], no gradient.
+    """Return the ratio old / sampler of each token, capped and masked by the flags (1 if both are off), [T], detached.
 
-    The sampler drew the tokens. Its probabilities differ from ``old_T``: by older weights, or by other kernels.
+    The sampler is the engine that drew the tokens. It may have older weights than ``old_T``, and has other kernels.
     """
     cap = args.truncated_importance_sampling_ratio_cap
     mask = args.importance_sampling_mask
@@ -336,24 +339,24 @@ def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args)
 
 @dataclass
 class Tokens:
-    """The response tokens of a micro-batch, [T] each in fp32: what ``token_loss`` is computed from."""
+    """Response tokens of a micro-batch: the input of ``token_loss``. Every field is [T] in fp32."""
 
-    logprobs_T: torch.Tensor  # the policy's, with gradient
-    old_T: torch.Tensor  # the policy's before the batch's first optimizer step; with one step, logprobs_T itself
-    ref_T: torch.Tensor  # the reference's; 0 without one
-    sampler_T: torch.Tensor  # the engine's
+    logprobs_T: torch.Tensor  # log-probs of the policy, with gradient
+    old_T: torch.Tensor  # log-probs before the batch's first optimizer step; with only one step, logprobs_T detached
+    ref_T: torch.Tensor  # log-probs of the reference; 0 without a reference
+    sampler_T: torch.Tensor  # log-probs of the engine
     advantages_T: torch.Tensor
-    weights_T: torch.Tensor  # in the loss: ``loss_weights``; 0 in an empty micro-batch
-    entropy_T: torch.Tensor  # of the policy's distribution; with gradient if --entropy_coef wants it
-    full_kl_T: torch.Tensor | None  # KL over the whole vocabulary, with gradient, if the loss takes it
+    weights_T: torch.Tensor  # weights in the loss (``loss_weights``); 0 in an empty micro-batch
+    entropy_T: torch.Tensor  # entropy of the policy; with gradient if --entropy_coef is not 0
+    full_kl_T: torch.Tensor | None  # exact KL over the vocabulary, with gradient; None unless the loss uses it
 
 
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of every response token, before weighting, and its pieces for the log. All [T], fp32.
+    """Return the loss of each response token before weighting, and its pieces for the log; all are [T] in fp32.
 
-    ``beta``: coefficient of the KL in the loss. A piece that you add is logged as policy/NAME, its mean.
+    ``beta``: coefficient of the KL in the loss. The mean of each piece that you add is logged as policy/NAME.
     """
-    # Policy: PPO's clipped surrogate (arXiv 1707.06347), its two bounds set apart (DAPO, arXiv 2503.14476).
+    # Policy: PPO's clipped surrogate (arXiv 1707.06347) with separate bounds (DAPO, arXiv 2503.14476).
     ratio_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp()
     unclipped_T = -t.advantages_T * ratio_T
     clipped_T = -t.advantages_T * ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)
@@ -361,13 +364,13 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    # The importance weight is for terms of the sampled token. Entropy and full KL sum over the vocabulary: there it
-    # would only add noise, and shrink them where it is truncated.
+    # Only terms of the sampled token get the importance weight. Entropy and full KL sum over the vocabulary: a weight
+    # would only add noise to them, and shrink them where it is truncated.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
 
-    # KL in the loss. naive differentiates the formula as it stands, whatever that then optimizes: see docs/kl.md.
+    # KL in the loss. naive differentiates the estimator as written. Samples are fresh if policy = old (docs/kl.md).
     kl_T = torch.zeros_like(loss_T)
     if beta > 0:
         d_T = t.logprobs_T - t.ref_T
@@ -387,7 +390,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
             case "full":  # exact, value and gradient
                 kl_T = t.full_kl_T
         if args.kl_estimator != "full":
-            if args.kl_gradient == "unbiased":  # this value, and the gradient of KL(policy || reference)
+            if args.kl_gradient == "unbiased":  # keep the value, use the gradient of KL(policy || reference)
                 slope_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
                 kl_T = kl_T.detach() + slope_T.detach() * (t.logprobs_T - t.logprobs_T.detach())
             kl_T = weight_T * kl_T
@@ -400,16 +403,16 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
 
 
 class TokenValues(nn.Module):
-    """A transformer with a scalar head, called for the values of the states in which given tokens were chosen.
+    """A transformer with a scalar head that predicts the value of the state before each response token.
 
-    The head starts with zero bias and weights small enough for all values to start near 0, the same on every rank
-    whatever else has drawn random numbers, or as ``head``, which ``saving.saved_head`` found. In bf16 its inputs and
-    weights are bf16, its product and the value fp32.
+    ``head``: the model's own value head, from ``saving.saved_head``. If it is empty, the head starts with zero bias and
+    small random weights, equal on every rank, so that all values start near 0. In bf16, inputs and weights of the head
+    are bf16; their product and the value are fp32.
     """
 
     def __init__(self, model, head: dict[str, torch.Tensor]):
         super().__init__()
-        self.model = model.base_model  # the transformer alone: no output head
+        self.model = model.base_model  # the transformer without an output head
         size = model.config.get_text_config().hidden_size
         self.head = nn.Linear(size, 1, dtype=model.dtype)
         nn.init.zeros_(self.head.bias)
@@ -420,7 +423,7 @@ class TokenValues(nn.Module):
     hidden = utils.TokenLogprobs.hidden  # a base model's base model is itself
 
     def forward(self, batch: batching.MicroBatch) -> torch.Tensor:
-        """[T] in fp32: the value before each response token, from the position that predicts it."""
+        """Return the value before each response token, [T] in fp32, from the position that predicts the token."""
         hidden_UD = self.hidden(batch).float()
         weight_1D = self.head.weight.float()
         bias_1 = self.head.bias.float()
@@ -429,10 +432,10 @@ class TokenValues(nn.Module):
 
 
 def make_critic(args: Args, run: utils.Run, vocabulary: int):
-    """The critic that starts from ``--model_name_or_path``, under a DeepSpeed engine with the settings in ``args``.
+    """Build the critic from ``args``, the settings of the critic, in a DeepSpeed engine of its own.
 
-    An engine of its own, as accelerate prepares one model. Refuses a model that has another vocabulary than the policy
-    or cannot take the rows of this layout: ``--critic model_name_or_path=`` named it.
+    accelerate would prepare only one model. Exits with code 2 if the critic's model (``--critic model_name_or_path=``)
+    has another vocabulary than the policy or does not support the layout of the rows.
     """
     import deepspeed
 
@@ -460,10 +463,11 @@ def values_of(
     bootstrap: list[bool],
     **placement,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The critic's outputs on all samples, on every rank: before each token [N], and after each response [B].
+    """Return the critic's outputs on all samples, on every rank: before each token, [N], and after each response, [B].
 
-    The second is computed where ``bootstrap`` is True, and 0 elsewhere: the state after the last token is the state
-    before one more token, whatever that is, so such responses get one more. ``placement`` goes to ``micro_batches``.
+    An output after a response is computed if its ``bootstrap`` is True, and else 0. For it the response gets one more
+    token, whose id does not matter: the state before that token is the state after the response. ``placement``: further
+    arguments of ``micro_batches``.
     """
     longer = []
     for sample, one_more in zip(samples, bootstrap, strict=True):
@@ -491,9 +495,9 @@ def value_loss(
     targets_T: torch.Tensor,
     clip: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, where the clip held), each [T]: half the larger of (V - R)^2 and (V - R)^2 with V kept within old +- clip.
+    """Return (loss, 1 where it is clipped), [T] each. The loss is half of max((V - R)^2, (V clipped - R)^2).
 
-    The clip only ever takes away the gain of going further: where it would lower the loss, the loss is unclipped.
+    V is clipped to old +- clip, which removes the gradient once V has moved further than that in the direction of R.
     """
     error_T = (values_T - targets_T).square()
     if clip is None:
@@ -503,7 +507,7 @@ def value_loss(
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | None:
-    """1 - Var(R - V) / Var(R): 1 a perfect critic, 0 one that knows no more than the mean. None: all R are equal."""
+    """Return 1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one. None if all R are equal."""
     if equal_rewards(returns.amin(), returns.amax()):
         return None
     unexplained = (returns - values).var() / returns.var()
@@ -511,10 +515,10 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float | N
 
 
 class ValueNormalizer:
-    """Mean and standard deviation of returns; the critic's output is in these units, whatever the rewards' scale.
+    """Mean and standard deviation of returns. The critic predicts (return - mean) / std, whatever the rewards' scale.
 
-    running: of all returns so far. exp: first <- beta first + (1 - beta) mean, and so for the second moment, each
-    divided by the sum of its weights, without which their start at 0 would stay in them (arXiv 1412.6980, section 3).
+    running: over all returns so far. exp: first <- beta first + (1 - beta) mean, and likewise for the second moment.
+    Each is divided by the sum of its weights, which corrects for the start at 0 (arXiv 1412.6980, section 3).
     """
 
     def __init__(self, kind: str, beta: float, eps: float):
@@ -528,7 +532,7 @@ class ValueNormalizer:
         self.second = 0.0
 
     def update(self, returns: torch.Tensor) -> None:
-        """Add the returns [n] of a step, unless one is not finite. Denormalize the critic's earlier outputs before."""
+        """Add the returns [n] of a step if all are finite. Denormalize the critic's outputs of that step before."""
         if self.kind == "none" or not returns.isfinite().all():
             return
         keep = self.beta if self.kind == "exp" else 1.0
@@ -540,11 +544,11 @@ class ValueNormalizer:
         self.std = math.sqrt(max(self.second / self.weight - self.mean**2, self.eps))
 
     def normalize(self, returns: torch.Tensor) -> torch.Tensor:
-        """Returns -> the critic's units."""
+        """Convert returns to the critic's units."""
         return (returns - self.mean) / self.std
 
     def denormalize(self, values: torch.Tensor) -> torch.Tensor:
-        """The critic's units -> returns."""
+        """Convert the critic's units to returns."""
         return values * self.std + self.mean
 
 
@@ -552,17 +556,17 @@ class ValueNormalizer:
 
 
 def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Builds the engine; no other thread touches it. Messages, which it reads while the engine pauses:
+    """Build and run the engine, which no other thread touches. Messages to this thread (in) and from it (out):
 
-    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling); ("until",
-         batch), ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function): to measure something
+    in   ("generate", batch, [(key, prompt ids, seed[, data row, with --environment])], sampling), ("until", batch),
+         ("weights", version, [(name, tensor)]), ("sleep",), ("stop",), ("call", function) for measurements
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
-         ("slept",), ("called", function(llm)), ("error", exception): the main thread raises it again
+         ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    Finished requests, never the time, decide when the engine pauses, so that a run can be repeated: after each whole
-    batch or, with --inflight_updates, after the engine step that completes the batch of the last "until" message. With
-    --inflight_updates and --vllm_engines it never pauses, and messages are read as they arrive.
-    Responses of several turns (--environment) that wait for their tools are set aside while it steps the others.
+    The thread reads messages while the engine pauses: after each complete batch or, with --inflight_updates, after the
+    engine step that completes the batch named by the last "until". Finished requests decide this, never the time, so a
+    run can be repeated. Only with both --inflight_updates and --vllm_engines are messages read as they arrive.
+    While responses of several turns (--environment) wait for their tools, the engine computes the others.
     """
     episodes = Episodes(args)
     never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
@@ -585,7 +589,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # allocate the weights now, and the KV cache when the push has freed its memory
+                        if asleep:  # allocate the weights now, the KV cache after the push, which needs memory as well
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -628,14 +632,14 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             episodes.close()
             if llm is not None:
                 release_vllm(llm)
-        finally:  # on a device in error the release fails, too: report the first error even then
+        finally:  # if the device is in error, the release fails, too; still report the first error
             outbox.put(("error", error))
 
 
 def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
-    """vLLM's ``LLM`` in this process, in the thread that will use it."""
+    """Build vLLM's ``LLM`` in this process. Call it in the thread that uses the engine."""
     cuda = torch.cuda.is_available()
-    given = vllm_settings.engine_settings(args, dtype, world_size)  # what fits this device, and --vllm_args
+    given = vllm_settings.engine_settings(args, dtype, world_size)  # sizes for this device, and --vllm_args
     from vllm import LLM
 
     return LLM(
@@ -643,20 +647,20 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         revision=args.model.revision,
         tokenizer=args.tokenizer_name_or_path,
         tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
-        skip_tokenizer_init=not args.stop_strings,  # ids go in and come out; only stop strings need text
+        skip_tokenizer_init=not args.stop_strings,  # input and output are token ids; only stop strings need text
         trust_remote_code=args.trust_remote_code,
         hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
-        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for draws without a request's own seed
+        seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # False on CPUs: vLLM rewinds the random generator after a chunk that ends inside a prompt; a CPU's cannot be.
+        # Not on CPUs: vLLM rewinds the generator after a chunk that ends inside a prompt; CPU ones cannot be rewound.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from: temperature applied
-        generation_config="vllm",  # else a model's generation_config.json changes the sampling unasked
-        # Off with in-flight updates: tokens of a step under way would be labeled with the version of the new weights.
+        logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
+        generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
+        # Off with in-flight updates: tokens of the current engine step would get the version of the new weights.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -665,18 +669,17 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
 
 
 def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
-    """Have the engine compute the next turn of an episode."""
+    """Request the next turn of an episode from the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     ids, sampling, seed = episode.request()
-    # The salt keeps a prompt from keys and values that older weights left in the prefix cache.
-    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}
+    prompt = {"prompt_token_ids": ids, "cache_salt": str(version)}  # the salt excludes cache entries of older weights
     how = SamplingParams(
         **sampling,
         seed=seed,
         stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
-        logprobs=0,  # of the sampled token alone
+        logprobs=0,  # only that of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling["stop"]),
         include_stop_str_in_output=True,
@@ -690,11 +693,11 @@ def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> E
 
 
 def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
-    """Phases 2 to 4 of a batch that was asked for: its samples of all ranks, scored, ordered by prompt and number."""
+    """Run phases 2 to 4 of a requested batch. Returns the scored samples of all ranks, by prompt and sample number."""
     if batch.samples is None:
         with clock("generate"):
             for own, sample in engine.arrivals(batch):
-                # 3 score: at once, in another process, while the rest still decodes
+                # 3 score: at once, in another process, while the engine decodes the rest
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
         with clock("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
@@ -709,8 +712,8 @@ def select(
     clock: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
-    """The samples to train on, and metrics. Keeps each prompt's best (--generation_size), and replaces groups of equal
-    reward by groups of new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
+    """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
+    zero-variance groups by new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
@@ -744,7 +747,7 @@ def evaluate(
     clock: utils.Stopwatch,
     args: Args,
 ) -> None:
-    """Answer the held-out problems with the weights after ``step``; the same seeds in every evaluation."""
+    """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
         return
     with clock("eval"):
@@ -758,11 +761,11 @@ def evaluate(
 
 @watchdog.ends_all_ranks
 def main(args: Args, ready: Ready | None) -> None:
-    """Train; a rank of --vllm_engines only samples. ``ready``: what ``preflight(args)`` returned."""
+    """Train. ``ready``: data and folder, from ``preflight``; None on a rank of --vllm_engines, which only samples."""
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
-    run = utils.setup_run(args, ready)  # prints sizes and what the KL setting means
+    run = utils.setup_run(args, ready)  # prints sizes and the expected gradient of the KL setting
     if args.dry_run:
         return
     device = run.device
@@ -775,7 +778,7 @@ def main(args: Args, ready: Ready | None) -> None:
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
-    # The engine comes first: it measures free memory, and changes global settings of torch while it is built.
+    # The engine is built before the rest: it measures free memory, and changes global settings of torch meanwhile.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
     set_seed(args.seed + run.rank)
@@ -792,7 +795,7 @@ def main(args: Args, ready: Ready | None) -> None:
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
-    skips = SimpleNamespace(policy=0, critic=0)  # optimizer steps in a row that were not applied
+    skips = SimpleNamespace(policy=0, critic=0)  # consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     trainers = [policy] if critic is None else [policy, critic]
     clock = utils.Phases(args, engine, reference, trainers, device)
@@ -811,24 +814,24 @@ def main(args: Args, ready: Ready | None) -> None:
     queue.resume(done)
     clock.restart()
     for step in range(done + 1, run.total_steps + 1):
-        # 1 prompts: the same list on every rank; with --async_steps those of later steps as well
+        # 1 prompts: request this step's batch and, with --async_steps, those of later steps; equal on all ranks
         while queue.last < min(step + args.async_steps, run.total_steps):
             queue.ask(prompts)
 
-        # 2 generate, 3 score: wait for the batch that was asked for first
-        # 4 gather: every rank gets all samples, ordered by prompt and number
+        # 2 generate, 3 score: wait for the oldest batch that was requested
+        # 4 gather: every rank gets all samples, ordered by prompt and sample number
         batch = queue.next()
         collect(engine, verifiers, batch, clock)
         samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
-        offsets = batching.token_offsets(samples)  # response i is tokens offsets[i] to offsets[i + 1] of the N
-        slots = offsets[-1] + 1  # of a flat array: the N tokens, and the one that empty micro-batches use
+        offsets = batching.token_offsets(samples)  # response i has the tokens offsets[i]:offsets[i + 1] of the N
+        slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
-        # Which samples take part.  in_loss: those of the policy's loss.  The critic learns from every sample: from
-        # responses that ended alone it would learn what to expect of an end.
+        # Which samples take part.  in_loss: those in the policy's loss.  The critic learns from every sample; without
+        # truncated responses it would never learn what truncation costs.
         zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         every_sample = list(range(len(samples)))
         in_loss = every_sample
@@ -837,7 +840,7 @@ def main(args: Args, ready: Ready | None) -> None:
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
-        # 5 log-probs: reference, if there is one; old, if there are several optimizer steps or a KL in the reward
+        # 5 log-probs: the reference's if there is one; old ones if there are several optimizer steps or a reward KL
         known = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             known = []
@@ -852,13 +855,13 @@ def main(args: Args, ready: Ready | None) -> None:
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
             if known:
-                for array in (old_N, ref_N, full_kl_N):  # every token was computed on one rank
+                for array in (old_N, ref_N, full_kl_N):  # each token was computed on only one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, in_loss, step, args, run)
             if reference is not None:
                 kl_metrics |= utils.exact_kl(policy, reference, samples, in_loss, run)
 
-        # 5 values: of the state before each token, and after the last one where a truncated response is bootstrapped
+        # 5 values: of the state before each token, and of the state after a truncated response that is bootstrapped
         outputs_N = torch.zeros(offsets[-1], device=device)
         after_B = torch.zeros(len(samples), device=device)
         bootstrap = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
@@ -866,9 +869,9 @@ def main(args: Args, ready: Ready | None) -> None:
             with clock("logprobs"):
                 outputs_N, after_B = values_of(critic, samples, bootstrap, **run.placement)
 
-        # 6 advantages: one per token, whitened over all responses, also those that the loss leaves out: an end is worth
-        # something compared with being truncated. Every rank has all tokens and finds the same numbers, in fp64.
-        # KL in the reward enters here.
+        # 6 advantages: one per token. They are whitened over all responses, also those outside the loss, so that EOS
+        # gets credit relative to truncation. Every rank computes the same numbers from all tokens, in fp64. KL in the
+        # reward is subtracted here.
         task_rewards_N = torch.from_numpy(prompt_order.token_rewards(samples, run.tokenizer.decode, args))
         if kl.reward > 0:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
@@ -897,14 +900,14 @@ def main(args: Args, ready: Ready | None) -> None:
             outputs_N = F.pad(outputs_N, (0, 1))
             targets_N = F.pad(normalizer.normalize(returns_N).float(), (0, 1)).to(device)
 
-        # 7 update: epochs x mini-batches x micro-batches; KL in the loss enters in token_loss
+        # 7 update: epochs x mini-batches x micro-batches; token_loss adds the KL in the loss
         value_totals = Counter()
         groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
         critic_epochs = 0 if critic is None else critic_args.num_epochs
         critic_updates = critic_epochs * args.num_mini_batches
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N)
         with clock("update"):
-            # The critic's optimizer steps come first, and change nothing for the policy's.
+            # The critic's optimizer steps come first; they do not affect those of the policy.
             for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
                 critic_lr = utils.learning_rate(optimizer_step, run.total_steps * critic_updates, critic_args)
@@ -964,7 +967,7 @@ def main(args: Args, ready: Ready | None) -> None:
         log.check_skips(skips, samples)
 
         # 8 push: the engine answers later requests with the new weights
-        if args.inflight_updates == "off":  # finish the batches it has begun with the old weights first
+        if args.inflight_updates == "off":  # first let the engine finish its batches with the old weights
             for asked in queue.batches:
                 collect(engine, verifiers, asked, clock)
         with clock("push"):
