@@ -69,11 +69,11 @@ class Run:
     layout: str
     attention: str
     rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/training/cpu_rates.py
-    sampler_agreed: bool = False  # whether the engine's log-probs have been compared with the trainer's
+    sampler_agreed: bool = False  # True once the engine's log-probs have been compared with the trainer's
 
     @property
     def placement(self) -> dict:
-        """Arguments of ``batching.micro_batches``, but for the samples."""
+        """Arguments of ``batching.micro_batches`` except the samples."""
         ranks = {"rank": self.rank, "world_size": self.world_size, "device": self.device}
         return {"layout": self.layout, "budget": self.sizes.micro_batch_tokens, **ranks}
 
@@ -81,7 +81,7 @@ class Run:
 def setup_run(args, ready: tuple) -> Run:
     """Choose device, sizes and layout, and tokenize the prompts.
 
-    Rank 0 prints all this, with what the KL setting means. ``ready``: what ``preflight`` found.
+    Rank 0 prints them and the expected gradient of the KL setting. ``ready``: data and folder, from ``preflight``.
     """
     problems, eval_problems, folder, start = ready
     if args.external_lib is not None:
@@ -147,7 +147,7 @@ def kl_lines(args) -> list[str]:
 
 
 def make_kl(args) -> KLCoefficients:
-    """The coefficients of the KL as the flags set them; ``kl.loss`` and ``kl.reward`` may move during the run."""
+    """Return the coefficients of the KL that the flags set; --kl_target changes them during the run."""
     loss, reward = args.kl_coefficients
     if args.kl_target is None:
         return KLCoefficients((loss, reward))
@@ -155,7 +155,7 @@ def make_kl(args) -> KLCoefficients:
 
 
 def open_log(args, run: Run) -> logger.RunLog:
-    """The files of the run. What was chosen for this machine is recorded with its arguments."""
+    """Open the files of the run. The choices for this machine are recorded with the arguments."""
     chosen = {"dtype": str(run.dtype).removeprefix("torch."), "product_rates": run.rates}
     chosen |= {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
     digest = directory.data_digest(run.problems, run.eval_problems)
@@ -190,7 +190,7 @@ def end_run(log: logger.RunLog, stopping: bool, parts: Iterable) -> None:
 
 
 def load_reference(args, run: Run) -> TokenLogprobs | None:
-    """The reference, frozen, or None where no flag asks for one; with --offload ref in CPU memory."""
+    """Return the frozen reference, in CPU memory with --offload ref, or None if no flag needs a reference."""
     if not args.loads_reference:
         return None
     model = pretrained.load_model(args, run.dtype, run.attention).eval()
@@ -202,7 +202,7 @@ def load_reference(args, run: Run) -> TokenLogprobs | None:
 
 
 def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
-    """The model on its device as a module that gives log-probs, once these equal those of its own forward pass."""
+    """Return the model on its device as a module that computes log-probs, after checking them (``check_forward``)."""
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = TokenLogprobs(model.to(run.device), args.temperature, run.sizes.logprob_chunk)
@@ -212,19 +212,19 @@ def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
-    """AdamW as the flags set it, at the learning rate ``rate``."""
+    """Return AdamW with the settings of the flags and the learning rate ``rate``."""
     return torch.optim.AdamW(
         parameters,
         lr=rate,
         betas=args.adam_betas,
         eps=ADAM_EPS,
         weight_decay=args.weight_decay,
-        fused=True,  # on CPUs, too: eight passes over the memory of an offloaded optimizer become one
+        fused=True,  # also on CPUs, where one pass over the memory of an offloaded optimizer replaces eight
     )
 
 
 def learning_rate(optimizer_step: int, total: int, args) -> float:
-    """Learning rate of one optimizer step, counted from 0, of ``total``: linear warm-up, then the schedule.
+    """Return the learning rate of an optimizer step, counted from 0, of ``total``: linear warm-up, then the schedule.
 
     The minimum ``lr_min_ratio * learning_rate`` is reached at step ``total``, one after the last, as in transformers.
     """
@@ -273,7 +273,7 @@ class ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_UV, targets_U, temperature, entropy_gradient):
-        """-> log-probs [U] and entropies [U] at ``temperature``; the latter have a gradient only if asked for."""
+        """Return log-probs [U] and entropies [U] at ``temperature``; entropies have a gradient only if asked for."""
         parts = []
         for block in row_blocks(logits_UV):
             parts.append(_chosen_logprobs(logits_UV[block], targets_U[block], temperature))
@@ -304,7 +304,7 @@ class ChosenLogprobs(torch.autograd.Function):
 
 
 def row_blocks(logits_UV: torch.Tensor) -> Iterator[slice]:
-    """The rows that ``ChosenLogprobs`` computes at a time."""
+    """Yield the slices of rows that ``ChosenLogprobs`` computes at a time."""
     count, vocabulary = logits_UV.shape
     rows = max(1, logit_block(logits_UV.is_cuda) // vocabulary)
     for start in range(0, count, rows):
@@ -312,13 +312,13 @@ def row_blocks(logits_UV: torch.Tensor) -> Iterator[slice]:
 
 
 def _scaled(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """A copy in fp32, divided by the temperature."""
+    """Return a copy in fp32, divided by the temperature."""
     copy_BV = logits_BV.to(torch.float32, copy=True)
     return copy_BV if temperature == 1.0 else copy_BV.div_(temperature)
 
 
 def _chosen_logprobs(logits_BV: torch.Tensor, targets_B: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[3, B]: log-probs of the targets, entropies, and the logarithms of the sums of all exponentials."""
+    """Return [3, B]: log-probs of the targets, entropies, and log-sum-exps of the scaled logits."""
     x_BV = _scaled(logits_BV, temperature)
     largest_B1 = x_BV.amax(-1, keepdim=True)
     x_BV -= largest_B1
@@ -331,10 +331,10 @@ def _chosen_logprobs(logits_BV: torch.Tensor, targets_B: torch.Tensor, temperatu
 
 
 class TokenLogprobs(nn.Module):
-    """A causal language model, called for the log-probs of given tokens instead of for logits.
+    """A causal language model that returns log-probs of given tokens instead of logits.
 
-    The head runs on response positions only, in fp32 and in chunks, so [S, V] logits never exist. As a module of its
-    own it can be handed to DeepSpeed, whose hooks (ZeRO-3 gathers parameters in them) then see the whole forward pass.
+    The head runs only on response positions, in fp32 and in chunks, so [S, V] logits never exist. It is a module, so
+    that DeepSpeed's hooks, in which ZeRO-3 gathers parameters, see the complete forward pass.
     """
 
     def __init__(self, model, temperature: float, chunk: int):
@@ -344,7 +344,7 @@ class TokenLogprobs(nn.Module):
         self.chunk = chunk
 
     def hidden(self, batch: MicroBatch) -> torch.Tensor:
-        """Last hidden states at the positions that predict a response token: [U, D].
+        """Return the last hidden states at the positions that predict a response token: [U, D].
 
         ``use_cache=False`` is needed for correctness: with a cache, transformers no longer finds the borders of packed
         sequences, and they attend to each other.
@@ -366,11 +366,11 @@ class TokenLogprobs(nn.Module):
         divergence: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = full_vocabulary_kl,
         reference_UD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
+        """Return (logprobs, entropy, full_kl), each [T] in fp32 nats at the sampling temperature.
 
-        full_kl is the ``divergence`` of the logits and the reference's, KL(policy || reference) over the vocabulary, or
-        None without ``reference``. Its hidden states are computed on this batch, unless others are given. The entropy
-        has a gradient only if asked for: it costs another [U, V].
+        full_kl is the ``divergence`` between policy and ``reference``, by default KL(policy || reference) over the
+        vocabulary; None without a reference. ``reference_UD``: hidden states of the reference, if not those of this
+        batch. ``entropy_gradient``: the entropy has a gradient, which costs another [U, V].
         """
         hidden_UD = self.hidden(batch)
         if reference is not None and reference_UD is None:
@@ -400,7 +400,7 @@ class TokenLogprobs(nn.Module):
         return final_logits(head(hidden_UD), self.model.config)
 
     def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, divergence):
-        """Log-probs and entropy, [U] each, and the divergence from the reference if there is one."""
+        """Return log-probs and entropy, [U] each, and the divergence from the reference if there is one."""
         raw_UV = self._logits(hidden_UD)
         logprobs_U, entropy_U = ChosenLogprobs.apply(raw_UV, targets_U, self.temperature, entropy_gradient)
         if reference is None:
@@ -417,14 +417,14 @@ LAYOUTS = ("shared", "padded", "packed")
 def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> None:
     """Reject a model whose log-probs in this layout are not those of its own plain forward pass.
 
-    Catches what a shorter path would silently get wrong: layers that ignore positions or a 4-D mask (linear attention,
-    convolutions), unknown changes of the logits after the head, masks that do not keep packed rows apart.
+    This finds layers that ignore positions or a 4-D mask (linear attention, convolutions), unknown changes of the
+    logits after the head, and masks that do not separate packed rows.
 
     Args:
-        policy: the model, before DeepSpeed has it.
-        layout: of the rows, ``--batch_layout``.
-        eos: the id that ends the probe's responses.
-        longest: tokens of the longest row there can be. The probe is longer than every sliding window below that.
+        policy: the model, before DeepSpeed wraps it.
+        layout: the layout of rows (``--batch_layout``).
+        eos: the id that ends the responses of the probe.
+        longest: tokens of the longest possible row. The probe is longer than every sliding window below that.
 
     Exits with code 2, and names the layouts that work.
     """
@@ -445,7 +445,7 @@ def check_forward(policy: TokenLogprobs, layout: str, eos: int, longest: int) ->
 
 
 def check_rotary(config, longest: int) -> None:
-    """Reject rows so long that rotary embeddings would depend on what else is in the batch.
+    """Reject rows so long that rotary embeddings would depend on the other rows of a batch.
 
     ``longrope`` (Phi-3) and ``dynamic`` choose their frequencies by the longest sequence of a forward pass, and change
     them beyond the length of pre-training. Exits with code 2.
@@ -464,10 +464,10 @@ def check_rotary(config, longest: int) -> None:
 
 @torch.no_grad()
 def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> tuple[float, str]:
-    """Mean difference in nats per token between log-probs in ``layout`` and those of plain forward passes.
+    """Return the mean difference between log-probs in ``layout`` and those of plain forward passes, in nats per token.
 
-    Two random responses to one random prompt, which is longer than the widest sliding window (or attention chunk) below
-    ``longest``, so that all their tokens are beyond it. Where the model raises an error: infinity, and that error.
+    The probe has two random responses to a random prompt, which is longer than the widest sliding window (or attention
+    chunk) below ``longest``, so all their tokens are beyond it. If the model raises an error: infinity and that error.
     """
     config = policy.model.config.get_text_config()
     windows = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
@@ -504,7 +504,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
 
 
 def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
-    """Log-probs of a response, [T], from one forward pass of the model as it is."""
+    """Return the log-probs of a response, [T], from one plain forward pass of the model."""
     model, count = policy.model, len(sample.response_ids)
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], device=next(model.parameters()).device)
     options = {"use_cache": False}
@@ -516,10 +516,10 @@ def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
 
 
 def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | deepspeed_zero.ShardedWeights:
-    """``current_weights`` as the engine takes them.
+    """Return the policy's weights in the form that the engine loads.
 
-    vLLM wants the names of checkpoint files, not those of modules. Where every rank has an engine, what ZeRO 3 has
-    sharded is gathered as the engines load it.
+    vLLM needs the names of checkpoint files, not those of modules. If every rank has an engine, weights that ZeRO 3 has
+    sharded are gathered while the engines load them.
     """
     return deepspeed_zero.current_weights(policy, args.zero_stage, args.rollout == "vllm", args.vllm_engines == 0)
 
@@ -527,8 +527,8 @@ def engine_weights(policy, args) -> list[tuple[str, torch.Tensor]] | deepspeed_z
 class MovingReference(nn.Module):
     """A reference that follows the policy: reference = alpha * policy + (1 - alpha) * reference (arXiv 2404.09656).
 
-    The average is kept in fp32, on the CPU, and the reference gets its rounding: in bf16 a small step would be rounded
-    away. With alpha 1 a step is a copy of the policy, and no average is kept. Its state, for checkpoints, is the
+    The average is kept in fp32 on the CPU and rounded into the reference, because bf16 would round small steps away.
+    With alpha 1 the reference becomes a copy of the policy, and no average is kept. The state for checkpoints is the
     reference and the average.
     """
 
@@ -557,7 +557,7 @@ class MovingReference(nn.Module):
 
 
 def moving_reference(reference: TokenLogprobs | None, args) -> MovingReference | None:
-    """Return the reference with its ``--ref_policy_update``; None where it does not move."""
+    """Return the reference with its ``--ref_policy_update``; None without that flag."""
     if args.ref_policy_update is None:
         return None
     freq, alpha = args.ref_policy_update
@@ -565,16 +565,16 @@ def moving_reference(reference: TokenLogprobs | None, args) -> MovingReference |
 
 
 def gather_samples(mine: list[Sample]) -> list[Sample]:
-    """All ranks' samples on all ranks, ordered by prompt and sample: the same list everywhere."""
+    """Return the samples of all ranks, ordered by prompt and sample number: the same list on every rank."""
     parts: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, mine)
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt_id, s.sample_id))
 
 
 class TokenStats:
-    """Sums and maxima over the response tokens of one optimizer step, of this rank and then of all.
+    """Sums and maxima over the response tokens of one optimizer step, on this rank and, by ``reduce``, on all ranks.
 
-    A mean is then a sum over all ranks divided by a count over all ranks, and never sees padding.
+    A mean is a sum over all ranks divided by a count over all ranks, without padding.
     """
 
     def __init__(self, device: torch.device, engines: int = 1):
@@ -586,7 +586,7 @@ class TokenStats:
 
     @torch.no_grad()
     def add(self, seen_T: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
-        """Add a micro-batch: the tokens where ``seen_T`` is True. The same names in every call and on every rank."""
+        """Add the tokens of a micro-batch where ``seen_T`` is True. All calls on all ranks must have the same names."""
         if self.names is None:
             self.names = list(values)
             self.sums = torch.zeros(len(values), dtype=torch.float64, device=self.device)
@@ -603,7 +603,7 @@ class TokenStats:
         self.sampler_diff_2E.index_add_(1, engine_T, values)
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(sums, maxima) over all ranks, by name. Every rank must call."""
+        """Return (sums, maxima) over all ranks, by name. Every rank must call."""
         torch.distributed.all_reduce(self.sampler_diff_2E)
         torch.distributed.all_reduce(self.sums)
         torch.distributed.all_reduce(self.maxima, op=torch.distributed.ReduceOp.MAX)
@@ -637,7 +637,7 @@ class UpdateStats:
         self.mini: TokenStats | None = None  # of the optimizer step under way
 
     def add(self, mb: MicroBatch, t, loss_T: torch.Tensor, pieces: dict[str, torch.Tensor]) -> None:
-        """Add a micro-batch: its ``Tokens`` and what the script's ``token_loss`` made of them."""
+        """Add a micro-batch: its ``Tokens``, and the loss and pieces that the script's ``token_loss`` returned."""
         if self.mini is None:
             self.mini = TokenStats(self.run.device, self.engines)
         own_T = t.weights_T > 0
@@ -661,14 +661,14 @@ class UpdateStats:
         self.extra = set(pieces) - set(self.KNOWN)
         own = {f"policy/{name}": pieces[name] for name in sorted(self.extra)}  # not under the names above
         self.mini.add(own_T, values | own)
-        # Fresh tokens are those of the weights trained here, but for keys and values that were kept.
+        # The current weights sampled the fresh tokens; with kept keys and values their log-probs may still differ.
         equal_T = own_T & fresh_T & (self.args.inflight_updates != "keep")
         self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
 
     def drop(self, limit: float | None) -> bool:
-        """Decide, identically on every rank, to skip an optimizer step; call it after the last micro-batch's ``add``.
+        """Return True, identically on every rank, to skip an optimizer step. Call it after the step's last ``add``.
 
-        ``limit``: of the mean ratio; above it this step and the rest of the update are left out.
+        ``limit``: upper bound of the mean ratio; above it, this step and the rest of the update are skipped.
         """
         self.sums, self.maxima = self.mini.reduce()
         vllm_run = self.run if self.args.rollout == "vllm" else None
@@ -677,7 +677,7 @@ class UpdateStats:
         return self.stopped or not math.isfinite(self.sums["loss"])
 
     def stepped(self, policy, skips, samples: int) -> None:
-        """Note how an optimizer step on so many samples ended. ``skips.policy``: those in a row that were not taken."""
+        """Record an optimizer step on so many samples. ``skips.policy`` counts consecutive steps that were skipped."""
         self.mini = None
         self.totals.update(self.sums, rounds=1, samples=samples)
         self.peaks |= Counter(self.maxima)
@@ -732,9 +732,9 @@ def forward_kl(logits_UV: torch.Tensor, reference_UV: torch.Tensor) -> torch.Ten
 
 
 def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: Run) -> dict[str, float]:
-    """Metrics of the KL over the whole vocabulary, in both directions: the truth that the estimators are compared with.
+    """Return metrics of the exact KL over the vocabulary in both directions, with which estimators can be compared.
 
-    ``members``: the samples of which the first few are taken. Every rank must call.
+    ``members``: indices of samples, of which the first few are used. Every rank must call.
     """
     end = token_offsets(samples)[-1]
     sums = torch.zeros(3, device=run.device)  # both directions, tokens
@@ -757,11 +757,11 @@ def exact_kl(policy, reference, samples: list[Sample], members: list[int], run: 
 
 
 def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype, run: Run | None = None) -> None:
-    """End the run when the log-probs of one engine differ from the trainer's: over all engines it would be diluted.
+    """End the run if the log-probs of any one engine differ from the trainer's. Engines are compared one by one.
 
-    ``limit``: mean nats per token in bf16, 0 disables; in fp32 a thousandth of it. ``run``: where vLLM samples; in its
-    first comparison nothing has been trained, so vLLM computes the model differently: exit code 2. Later, and without
-    ``run``, raises RuntimeError.
+    ``limit``: mean nats per token in bf16, 0 disables; in fp32 a thousandth of it. ``run``: given if vLLM samples. In
+    its first comparison nothing has been trained yet, so a difference means that vLLM computes the model differently:
+    exit code 2. Later, and without ``run``, raises RuntimeError.
     """
     limit = limit * (1e-3 if dtype == torch.float32 else 1.0)
     sums_E, counts_E = stats.sampler_diff_2E
@@ -787,11 +787,11 @@ def check_engines(
     args,
     run: Run,
 ) -> dict:
-    """Compare engine and trainer where the update will not: metrics of |trainer's - engine's log-prob|.
+    """Compare engines and trainer on tokens that the update does not compare. Returns metrics of |log-prob difference|.
 
-    Before the first update of ``step``, whose weights sampled what is compared: with --async_steps, what the engines
-    were asked for after the last push; else some samples of each engine that has none among ``trained``. Every rank
-    must call. Raises RuntimeError as ``check_sampler`` does.
+    Call it before the first update of ``step``. With --async_steps it compares the probe samples requested after the
+    last push; otherwise some samples of each engine that has none among ``trained``. Every rank must call. Raises
+    RuntimeError as ``check_sampler`` does.
     """
     if args.async_steps > 0:
         looks = gather_samples(engine.probe_samples())
@@ -819,7 +819,7 @@ def check_engines(
 
 
 def mini_batch(groups: list[int], step: int, epoch: int, mini: int, args) -> set[int]:
-    """The groups of one optimizer step: with --shuffle_mini_batches dealt anew in every epoch, by the seed."""
+    """Return the groups of one optimizer step. --shuffle_mini_batches shuffles them in every epoch, by the seed."""
     order = list(groups)
     if args.shuffle_mini_batches:
         random.Random(f"{args.seed}/{step}/{epoch}").shuffle(order)
@@ -827,7 +827,7 @@ def mini_batch(groups: list[int], step: int, epoch: int, mini: int, args) -> set
 
 
 def even_part(items: list[int], part: int, parts: int) -> set[int]:
-    """Part number ``part`` of a list that is split as evenly as possible."""
+    """Return part number ``part`` of a list that is split as evenly as possible."""
     size = len(items) / parts
     return set(items[round(part * size) : round((part + 1) * size)])
 
@@ -835,8 +835,8 @@ def even_part(items: list[int], part: int, parts: int) -> set[int]:
 class Stopwatch:
     """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``.
 
-    A phase inside another (an evaluation also generates) counts as part of the outer one. What a phase gave the GPU to
-    do is part of the phase.
+    A phase inside another one (an evaluation also generates) counts as part of the outer one. A phase includes the GPU
+    work that it started.
     """
 
     def __init__(self) -> None:
@@ -844,7 +844,7 @@ class Stopwatch:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the phases; a step begins."""
+        """Reset all phases at the beginning of a step."""
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self.seconds: dict[str, float] = {}
@@ -867,9 +867,9 @@ class Stopwatch:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self, tokens: int, trained: float) -> dict[str, float]:
-        """Seconds of the step so far, and response tokens per second. ``trained``: tokens of the update.
+        """Return seconds of the step so far, and response tokens per second. ``trained``: tokens of the update.
 
-        time/generate is what was waited: engines may work ahead, so no rate of theirs follows from it.
+        time/generate is the time spent waiting. Engines may work ahead, so it gives no rate of theirs.
         """
         seconds = time.perf_counter() - self.started
         metrics = {f"time/{phase}": s for phase, s in self.seconds.items()}
@@ -882,9 +882,9 @@ class Stopwatch:
         return metrics
 
 
-# What computes in a phase, and so has to be on the GPU. The rest may leave: the engine by --vllm_sleep engine and all
-# (until the next push), the trainers' states by --vllm_sleep all, the reference by --offload ref. In a phase that is
-# missing here, "save", everything stays where it is.
+# Parts that compute in a phase and have to be on the GPU. The others may leave it: the engine with --vllm_sleep engine
+# and all (until the next push), the trainers' states with --vllm_sleep all, the reference with --offload ref. In the
+# phase "save", which is not listed, everything stays where it is.
 COMPUTES = {
     "generate": {"engine"},
     "score": {"engine"},
@@ -897,7 +897,7 @@ COMPUTES = {
 
 
 class Phases(Stopwatch):
-    """A run's stopwatch. When a phase begins, what computes in it is on the GPU, and what is in its way is not."""
+    """Stopwatch of a run. When a phase begins, it moves the parts that compute to the GPU, and others away from it."""
 
     def __init__(self, args, engine: Engine, reference: TokenLogprobs | None, trainers: list, device: torch.device):
         super().__init__()
@@ -917,7 +917,7 @@ class Phases(Stopwatch):
             yield
 
     def make_room(self, wanted: set[str]) -> None:
-        """Move what is not wanted away, then what is wanted in. The engine wakes by itself when weights arrive."""
+        """Move unwanted parts off the GPU, then the wanted ones onto it. The engine wakes up when weights arrive."""
         if "engine" in self.present - wanted and self.engine is not None:
             self.engine.sleep()
         if "trainers" in self.present - wanted:
@@ -932,7 +932,7 @@ class Phases(Stopwatch):
 
 
 def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -> dict[str, float | None]:
-    """The metrics that follow from a step's samples alone, whatever is then made of them."""
+    """Return the metrics that depend only on the samples of a step, not on the update."""
     lengths = [s.length for s in samples]
     equal_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
     staleness_N = step - np.concatenate([s.token_versions() for s in samples])
@@ -960,7 +960,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
 
 
 def episode_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Means per episode of what its environment was asked and said; of failures the number in all."""
+    """Return means per episode of turns, tool calls, seconds and tokens of its environment, and the sum of failures."""
     turns = [[turn for turn in s.turns if turn["role"] == "assistant"] for s in samples]
     answers = [[turn for turn in s.turns if turn["role"] != "assistant"] for s in samples]
     return {
@@ -973,7 +973,7 @@ def episode_metrics(samples: list[Sample]) -> dict[str, float]:
 
 
 def weight_statistics(old_T: torch.Tensor, sampler_T: torch.Tensor, args) -> dict[str, torch.Tensor]:
-    """Return the inputs of ``staleness_metrics`` per token: w = old / sampler, w^2, and if cap or mask apply. [T]."""
+    """Return the inputs of ``staleness_metrics``, [T] each: w = old / sampler, w^2, and 1 where cap or mask applies."""
     log_weight_T = (old_T - sampler_T).clamp(-20, 20)
     values = {"weight": log_weight_T.exp(), "weight_squared": (2 * log_weight_T).exp()}
     if args.truncated_importance_sampling_ratio_cap:
@@ -985,10 +985,10 @@ def weight_statistics(old_T: torch.Tensor, sampler_T: torch.Tensor, args) -> dic
 
 
 def staleness_metrics(totals: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:
-    """Metrics of how far the sampler was from the trainer, from sums and maxima over the trained tokens.
+    """Return metrics of the distance between sampler and trainer, from sums and maxima over the trained tokens.
 
-    ess: (sum of w)^2 / (n x sum of w^2) of the importance weights before the cap, 1 where all are equal. logprob_diff:
-    over fresh tokens, which the trainer's weights sampled; any others may differ.
+    ess: (sum of w)^2 / (n x sum of w^2) of the importance weights before the cap; 1 if all are equal. logprob_diff:
+    over fresh tokens only, because other tokens were sampled with older weights and may differ.
     """
     metrics = {
         "sampler/fresh_frac": totals["fresh"] / totals["tokens"],
@@ -1005,14 +1005,14 @@ def staleness_metrics(totals: dict[str, float], peaks: dict[str, float]) -> dict
 
 
 def mean(values: list[float]) -> float | None:
-    """The mean, or None of no values: a metric without a value is left out, not logged as 0."""
+    """Return the mean, or None if there are no values, so that the metric is left out and not logged as 0."""
     return sum(values) / len(values) if values else None
 
 
 def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> dict[str, float]:
     """Return the metrics of an evaluation of the weights after ``step``; docs/metrics.md has names and units.
 
-    ``samples``: equally many for each of ``problems``. With several sources, each has metrics of its own as well.
+    ``samples``: the same number for each of ``problems``. With several sources, each source also has its own metrics.
     Raises RuntimeError if the samples are not of one version of the weights.
     """
     versions = {version for sample in samples for version, _ in sample.weight_versions}
@@ -1038,7 +1038,7 @@ def eval_metrics(samples: list[Sample], problems: list[Problem], step: int) -> d
 
 
 def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
-    """pass@k, majority and lengths of the samples of some problems, equally many for each."""
+    """Return pass@k, majority and lengths for the samples of some problems, the same number for each."""
     count = len(groups[0])
     right = [sum(is_correct(sample) for sample in group) for group in groups]
     samples = [sample for group in groups for sample in group]
@@ -1057,11 +1057,11 @@ def _group_metrics(groups: list[list[Sample]]) -> dict[str, float]:
 
 
 def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-    """Answer the messages of ``vllm_thread`` with transformers' ``generate``: slow, with no further dependency.
+    """Answer the messages of ``vllm_thread`` with transformers' ``generate``, which is slow but needs no other library.
 
-    The thread has a model of its own, so that a push means the same as with vLLM. Log-probs come from a forward pass of
-    that model. All samples of a prompt are one batch. ``rank`` and ``world_size`` are unused: both threads are called
-    alike.
+    The thread has its own model, which a push updates as it updates vLLM's. Log-probs come from a forward pass of that
+    model. All samples of a prompt are one batch. ``rank`` and ``world_size`` are unused: both threads have the same
+    arguments.
     """
     from transformers import GenerationConfig
 
@@ -1089,7 +1089,7 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
             if kind == "generate":
                 number, requests, sampling = body
                 for prompt_ids, keys, seed in _by_prompt(requests):
-                    if outbox.abandoned:  # another engine has taken its place, meanwhile
+                    if outbox.abandoned:  # another engine has replaced this one
                         return
                     started = time.perf_counter()
                     for answer in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
@@ -1100,7 +1100,7 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
 
 
 def _by_prompt(requests: Iterable[tuple]) -> list[tuple]:
-    """(prompt ids, keys of its samples, seed of the first) for each prompt."""
+    """Return (prompt ids, keys of its samples, seed of the first) for each prompt."""
     groups: dict[tuple, list] = {}
     for key, prompt_ids, seed in requests:
         group = groups.setdefault((key[0], tuple(prompt_ids)), [])
@@ -1114,7 +1114,7 @@ def _by_prompt(requests: Iterable[tuple]) -> list[tuple]:
 
 @torch.no_grad()
 def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
-    """(key, response ids, log-probs, finish reason) of one sample for each of ``keys``."""
+    """Yield (key, response ids, log-probs, finish reason) of one sample for each of ``keys``."""
     greedy = sampling["temperature"] == 0.0
     options = {
         "do_sample": not greedy,
