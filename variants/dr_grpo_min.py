@@ -1,17 +1,17 @@
-"""Dr. GRPO, whole and in one small file: one device, no resume, only the algorithm. Read it from top to bottom.
+"""Dr. GRPO in one small file: the complete algorithm on one device, without resume. Read it from top to bottom.
 
-    1 prompts -> 2 generate -> 3 score -> 4 advantages -> 5 update -> 6 push, and again
+    1 prompts -> 2 generate -> 3 score -> 4 advantages -> 5 update -> 6 push -> 1 prompts ...
 
 GRPO (DeepSeekMath, arXiv 2402.03300) draws several responses to each prompt and raises the probability of those that
 are better than the others. Dr. GRPO (arXiv 2503.20783) leaves out the two divisions that bias it: the advantage of a
-response is its reward minus the mean of its group, not over the group's standard deviation; and a token's weight is
-1 / (responses x the longest length allowed), the same in a short response and in a long one.
+response is its reward minus the mean of its group, and is not divided by the group's standard deviation; a token's
+weight is 1 / (number of responses x maximum length), whatever the length of its response.
 
-What is kept because the result would be wrong without it: samples are trained on by the ids that the engine drew, never
-by their text; log-probs are taken at the sampling temperature; the engine gets the new weights after every step, and
-its log-probs are compared with the trainer's, since a stale engine spoils a run without a word.
-What is left out, and is in grpo.py: clipping and old log-probs (each batch is used once, so the ratio is 1), a KL,
-several devices, checkpoints, bf16, verifiers in processes of their own, the mask of truncated responses, shared rows.
+Some details are kept because results would be wrong without them. Training uses the token ids that the engine drew,
+never their text. Log-probs are computed at the sampling temperature. The engine gets the new weights after every step,
+and its log-probs are compared with the trainer's, because a stale engine fails silently.
+Only grpo.py has clipping and old log-probs (here each batch is used once, so the ratio is 1), a KL, several devices,
+checkpoints, bf16, verifiers in processes of their own, the mask of truncated responses, and shared rows.
 
 Source   Dr. GRPO, arXiv 2503.20783.
 Use it   to learn what GRPO is, or to start from the least code.
@@ -44,13 +44,13 @@ class Args:
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
     """A task of reasoning-gym whose answers are numbers: reasoning_gym:NAME?key=value."""
     steps: int = 28
-    """Batches to sample and train on."""
+    """Number of batches to sample and train on."""
     prompts: int = 8
-    """Prompts per step."""
+    """Number of prompts per step."""
     group: int = 8
-    """Responses per prompt."""
+    """Number of responses per prompt."""
     max_response_length: int = 32
-    """Longest response in tokens."""
+    """Maximum response length in tokens."""
     temperature: float = 1.0
     """Sampling temperature."""
     learning_rate: float = 3e-5
@@ -58,9 +58,9 @@ class Args:
     max_grad_norm: float = 1.0
     """Clip the gradient's norm to this."""
     micro_batch: int = 16
-    """Responses per backward pass: memory only, since no weight depends on it."""
+    """Number of responses per backward pass. It changes only the memory, since no token's weight depends on it."""
     eval_prompts: int = 64
-    """Held-out prompts, answered four times each before and after training."""
+    """Number of held-out prompts. Each is answered four times before training and four times after it."""
     seed: int = 1
     """Seed of tasks and samples."""
     output: str = "runs/dr_grpo_min"
@@ -70,7 +70,7 @@ class Args:
 if __name__ == "__main__":  # --help comes before the slow imports
     args = tyro.cli(Args, description=__doc__)
 
-process.prepare_environment()  # vLLM in this process: it has to be said before the import
+process.prepare_environment()  # makes vLLM run in this process; it has to come before the import
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -92,7 +92,7 @@ class Response:
 
 
 def make_engine(args: Args) -> LLM:
-    """vLLM in fp32 in this process. On a GPU it shares the memory with the trainer."""
+    """Build vLLM in fp32 in this process. On a GPU it shares the memory with the trainer."""
     cuda = torch.cuda.is_available()
     return LLM(
         args.model_name_or_path,
@@ -100,20 +100,20 @@ def make_engine(args: Args) -> LLM:
         seed=args.seed,
         max_model_len=256 + args.max_response_length,
         enforce_eager=not cuda,
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: temperature applied
-        generation_config="vllm",  # else a model's own file changes the sampling unasked
+        logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
+        generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
         **({"gpu_memory_utilization": 0.4} if cuda else {"kv_cache_memory_bytes": 2**29}),
     )
 
 
 def generate(llm: LLM, rows: list[dict], group: int, stop_ids: list[int], args: Args) -> list[list[Response]]:
-    """``group`` responses to the prompt of each row."""
+    """Return ``group`` responses to the prompt of each row."""
     params = SamplingParams(
         n=group,
         temperature=args.temperature,
         max_tokens=args.max_response_length,
         stop_token_ids=stop_ids,
-        logprobs=0,  # of the token drawn alone
+        logprobs=0,  # only that of the sampled token
     )
     prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
     answers = []
@@ -130,14 +130,14 @@ def generate(llm: LLM, rows: list[dict], group: int, stop_ids: list[int], args: 
 
 
 def score(row: dict, response: Response) -> float:
-    """The reward: 1 where the last number of the response is the answer, else 0."""
+    """Return the reward: 1 if the last number of the response is the answer, else 0."""
     return last_number(response.text, row["answer"], row).score
 
 
 def token_logprobs(model, prompt: list[int], ids: list[list[int]], temperature: float):
-    """Log-probs of the responses ``ids`` to one prompt, and which of them are real and not padding: [B, T] each.
+    """Return log-probs of the responses ``ids`` to one prompt, and a mask that is False in padding: [B, T] each.
 
-    Padding comes last and attention looks back only, so no mask is needed in the model.
+    Padding comes last, and attention only looks back, so the model needs no mask.
     """
     lengths = [len(response) for response in ids]
     longest = max(lengths)
@@ -146,7 +146,7 @@ def token_logprobs(model, prompt: list[int], ids: list[list[int]], temperature: 
         rows.append(prompt + response + [0] * (longest - length))
     rows = torch.tensor(rows, device=model.device)
     real_BT = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    # The logits at a place predict the next token: those of the prompt's last token to the last but one of the row.
+    # Logits predict the next token, so they are taken from the prompt's last token to the last but one of the row.
     logits_BTV = model(rows, use_cache=False, logits_to_keep=longest + 1).logits[:, :-1]
     logprobs_BTV = (logits_BTV / temperature).log_softmax(-1)
     targets_BT1 = rows[:, len(prompt) :, None]
@@ -155,10 +155,10 @@ def token_logprobs(model, prompt: list[int], ids: list[list[int]], temperature: 
 
 
 def add_gradient(model, prompt: list[int], group: list[Response], rewards: list[float], args: Args) -> float:
-    """Add the gradient of one group to the model's; the sum of |trainer - sampler| over its tokens, in nats.
+    """Add the gradient of one group to the model's. Returns the sum of |trainer - sampler| over its tokens, in nats.
 
-    The loss of a token is -A x ratio x weight. The ratio, policy over what the policy was at sampling, is 1 here, and
-    its gradient is that of log pi.
+    The loss of a token is -A x ratio x weight. The ratio of the policy to the policy that sampled is 1 here, and its
+    gradient is that of log pi.
     """
     rewards_G = torch.tensor(rewards)
     advantages_G = rewards_G - rewards_G.mean()
@@ -202,7 +202,7 @@ def main(args: Args) -> None:
 
     evaluate(0, llm, held_out, stop_ids, args)
     for step in range(1, args.steps + 1):
-        # 1 prompts: the next ones, over and over
+        # 1 prompts: the next ones; after the last comes the first again
         first = (step - 1) * args.prompts
         batch = [training[i % len(training)] for i in range(first, first + args.prompts)]
 

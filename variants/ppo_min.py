@@ -1,13 +1,13 @@
-"""PPO with a critic, whole and in one small file: one device, no resume, only the algorithm. Read it top to bottom.
+"""PPO with a critic in one small file: the complete algorithm on one device, without resume. Read it top to bottom.
 
-    1 prompts -> 2 generate -> 3 score -> 4 log-probs, values -> 5 advantages -> 6 update -> 7 push, and again
+    1 prompts -> 2 generate -> 3 score -> 4 log-probs, values -> 5 advantages -> 6 update -> 7 push -> 1 prompts ...
 
-PPO asks of every token whether the response went better from there than expected. The critic says what to expect: a
-second transformer, whose head predicts before each token the reward still to come. Generalized advantage estimation
-sums its surprises to the end of the response. Each batch is used several times, and the clip keeps the policy near the
-one that sampled it. In dr_grpo_min.py, the same without a critic, the mean of a group says what to expect; that file
-explains what both keep and why. ppo.py adds a KL, value clipping, mini-batches, several devices, checkpoints, bf16,
-verifiers in processes of their own, the mask of truncated responses, and shared rows.
+PPO compares, for each token, how well the response went from there on with how well it was expected to go. The critic
+predicts the latter: it is a second transformer, whose head predicts before each token the reward still to come.
+Generalized advantage estimation sums the errors of these predictions to the end of the response. Each batch is used
+several times, and the clip keeps the policy near the one that sampled it. dr_grpo_min.py has no critic and compares
+with the mean of a group; it explains which details both files keep. ppo.py adds a KL, value clipping, mini-batches,
+several devices, checkpoints, bf16, verifier processes, the mask of truncated responses, and shared rows.
 
 Source   PPO, arXiv 1707.06347, and GAE, arXiv 1506.02438.
 Use it   to learn what PPO is, or to start from the least code.
@@ -39,29 +39,29 @@ class Args:
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
     """A task of reasoning-gym whose answers are numbers: reasoning_gym:NAME?key=value."""
     steps: int = 28
-    """Batches to sample and train on."""
+    """Number of batches to sample and train on."""
     prompts: int = 8
-    """Prompts per step."""
+    """Number of prompts per step."""
     samples: int = 8
-    """Responses to each of them."""
+    """Number of responses per prompt."""
     epochs: int = 2
     """Optimizer steps per batch, each on the whole batch. With 1 the ratio is 1 and nothing is clipped."""
     max_response_length: int = 32
-    """Longest response in tokens."""
+    """Maximum response length in tokens."""
     temperature: float = 1.0
     """Sampling temperature."""
     gae_lambda: float = 1.0
-    """1: unbiased advantages from the reward to come; less: less noisy ones that lean on the critic."""
+    """GAE's lambda. 1: unbiased advantages. Lower: less variance, but more bias from the critic's errors."""
     clip: float = 0.2
-    """Clip the ratio to 1 - clip and 1 + clip."""
+    """Clip the ratio to the range from 1 - clip to 1 + clip."""
     learning_rate: float = 3e-5
     """Constant learning rate of the policy's AdamW. 1e-6 is usual from 0.5B parameters on."""
     critic_learning_rate: float = 1e-4
     """Constant learning rate of the critic's AdamW."""
     micro_batch: int = 4
-    """Responses per backward pass: memory only, since no weight depends on it."""
+    """Number of responses per backward pass. It changes only the memory, since no token's weight depends on it."""
     eval_prompts: int = 64
-    """Held-out prompts, answered four times each before and after training."""
+    """Number of held-out prompts. Each is answered four times before training and four times after it."""
     seed: int = 1
     """Seed of tasks and samples."""
     output: str = "runs/ppo_min"
@@ -71,7 +71,7 @@ class Args:
 if __name__ == "__main__":  # --help comes before the slow imports
     args = tyro.cli(Args, description=__doc__)
 
-process.prepare_environment()  # vLLM in this process: it has to be said before the import
+process.prepare_environment()  # makes vLLM run in this process; it has to come before the import
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -110,14 +110,14 @@ class Critic(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, responses: list[Response]) -> torch.Tensor:
-        """The values before all tokens of the responses, one response after another: [T]."""
+        """Return the values before all tokens of the responses, one response after another: [T]."""
         ids_BS, predicts_BS = rows_of(responses, self.head.weight.device)
         hidden_TD = self.transformer(ids_BS, use_cache=False).last_hidden_state[predicts_BS]
         return self.head(hidden_TD)[:, 0]
 
 
 def make_engine(args: Args) -> LLM:
-    """vLLM in fp32 in this process. On a GPU it shares the memory with the trainer."""
+    """Build vLLM in fp32 in this process. On a GPU it shares the memory with the trainer."""
     cuda = torch.cuda.is_available()
     return LLM(
         args.model_name_or_path,
@@ -125,20 +125,20 @@ def make_engine(args: Args) -> LLM:
         seed=args.seed,
         max_model_len=256 + args.max_response_length,
         enforce_eager=not cuda,
-        logprobs_mode="processed_logprobs",  # of the distribution that is sampled from: temperature applied
-        generation_config="vllm",  # else a model's own file changes the sampling unasked
+        logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
+        generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
         **({"gpu_memory_utilization": 0.3} if cuda else {"kv_cache_memory_bytes": 2**29}),
     )
 
 
 def generate(llm: LLM, rows: list[dict], samples: int, stop_ids: list[int], args: Args) -> list[Response]:
-    """``samples`` responses to the prompt of each row, with their rewards: 1 where the last number is the answer."""
+    """Return ``samples`` responses to each row's prompt with their rewards: 1 if the last number is the answer."""
     params = SamplingParams(
         n=samples,
         temperature=args.temperature,
         max_tokens=args.max_response_length,
         stop_token_ids=stop_ids,
-        logprobs=0,  # of the token drawn alone
+        logprobs=0,  # only that of the sampled token
     )
     prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
     responses = []
@@ -154,7 +154,7 @@ def generate(llm: LLM, rows: list[dict], samples: int, stop_ids: list[int], args
 
 
 def rows_of(responses: list[Response], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, padded at the end, where causal attention needs no mask; and which places predict a response token."""
+    """Return token ids, padded at the end, so that no mask is needed, and the places that predict a response token."""
     rows = [torch.tensor(r.prompt + r.ids) for r in responses]
     ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
     predicts_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
@@ -165,19 +165,19 @@ def rows_of(responses: list[Response], device) -> tuple[torch.Tensor, torch.Tens
 
 
 def token_logprobs(model, responses: list[Response], temperature: float) -> torch.Tensor:
-    """Log-probs of all tokens of the responses, one response after another: [T]."""
+    """Return the log-probs of all tokens of the responses, one response after another: [T]."""
     ids_BS, predicts_BS = rows_of(responses, model.device)
     logits_TV = model(ids_BS, use_cache=False).logits[predicts_BS]
     logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-    targets_T = ids_BS[predicts_BS.roll(1, dims=1)]  # each at the place after
+    targets_T = ids_BS[predicts_BS.roll(1, dims=1)]  # each one is at the next place
     return logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
 
 
 def gae(reward: float, values_T: torch.Tensor, lam: float) -> torch.Tensor:
-    """Advantages A_t = r_t + V_t+1 - V_t + lam A_t+1 of a response, whose reward comes with its last token: [T]."""
+    """Return advantages A_t = r_t + V_t+1 - V_t + lam A_t+1 of a response, rewarded at its last token: [T]."""
     advantages_T = torch.zeros_like(values_T)
     later = 0.0
-    ahead = reward  # r_t + V_t+1: at the last token the reward alone, before it the value alone
+    ahead = reward  # r_t + V_t+1: only the reward at the last token, only the value at all others
     for t in reversed(range(len(values_T))):
         later = ahead - values_T[t] + lam * later
         advantages_T[t] = later
@@ -187,7 +187,7 @@ def gae(reward: float, values_T: torch.Tensor, lam: float) -> torch.Tensor:
 
 @torch.no_grad()
 def prepare(model, critic: Critic, responses: list[Response], args: Args) -> float:
-    """Fill in what the updates need; the mean |trainer - sampler| of all tokens, in nats."""
+    """Add the inputs of the updates to the responses. Returns the mean |trainer - sampler| of all tokens, in nats."""
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
         lengths = [len(r.ids) for r in part]
@@ -235,7 +235,7 @@ def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: A
 
 
 def load(args: Args):
-    """The model's fp32 weights on the device, without dropout or ``padding_idx``."""
+    """Return the model in fp32 on the device, without dropout or ``padding_idx``."""
     model = pretrained.load_complete(AutoModelForCausalLM, args.model_name_or_path, dtype=torch.float32)
     pretrained.prepare_for_training(model)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
@@ -258,7 +258,7 @@ def main(args: Args) -> None:
 
     evaluate(0, llm, held_out, stop_ids, args)
     for step in range(1, args.steps + 1):
-        # 1 prompts: the next ones, over and over
+        # 1 prompts: the next ones; after the last comes the first again
         first = (step - 1) * args.prompts
         batch = [training[i % len(training)] for i in range(first, first + args.prompts)]
 
