@@ -106,8 +106,8 @@ class Args(flags.RunFlags):
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
     kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL in the loss; with d = log(pi/ref), k1: d. k2: d^2/2. k3: exp(-d)-1+d. k4: d*pi/old. abs: |d|.
-    full: exact sum over the vocabulary. The others are names of verl and open-instruct for k1 to k4 (docs/kl.md)."""
+    """Estimator of the KL in the loss, for d = log(pi/ref). k1: d. k2: d^2/2. k3: exp(-d)-1+d. k4: d*pi/old. abs: |d|.
+    full: exact sum over the vocabulary. The other names are aliases that other frameworks use (docs/kl.md)."""
     kl_gradient: Literal["naive", "unbiased"] = "unbiased"
     """Gradient of the KL in the loss. naive: that of the estimator as written. unbiased: that of KL(pi || ref)."""
     kl_reward_coef: float | None = None
@@ -115,8 +115,8 @@ class Args(flags.RunFlags):
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the coefficient of the KL in the reward (if there is none, of that in the loss) to keep
-    it near TARGET nats per token, more slowly with a larger HORIZON (in sequences, default 10000). Default: off."""
+    """TARGET [HORIZON]: adapt the coefficient of the KL in the reward, or else in the loss, so that this KL stays near
+    TARGET nats per token. A larger HORIZON (in sequences, default 10000) adapts more slowly. Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
@@ -299,7 +299,7 @@ def whiten(x: torch.Tensor) -> torch.Tensor:
 
 
 def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch.Tensor:
-    """Return each token's weight in the loss of one optimizer step, [N] in fp32; 0 for samples that are not in_loss.
+    """Return each token's weight in the loss of one optimizer step, [N] in fp32; 0 outside the samples ``in_loss``.
 
     The weights depend on the numbers of tokens and samples over all ranks, not on how these are cut into micro-batches.
     """
@@ -382,12 +382,12 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
             case "k3" | "kl3" | "low_var_kl":  # expected gradient on fresh samples: that of KL(reference || policy)
                 bounded_T = clamp_straight_through(d_T, -20, math.inf)
                 kl_T = torch.expm1(-bounded_T) + bounded_T
-            case "k4" | "kl4":  # expected gradient, on stale samples too: that of KL(policy || reference)
+            case "k4" | "kl4":  # expected gradient, also on stale samples: that of KL(policy || reference)
                 live_ratio_T = clamp_straight_through(t.logprobs_T - t.old_T, -20, 20).exp()
                 kl_T = live_ratio_T * d_T
             case "abs":  # expected gradient on fresh samples: twice that of the total variation
                 kl_T = d_T.abs()
-            case "full":  # exact, value and gradient
+            case "full":  # the value and the gradient are exact
                 kl_T = t.full_kl_T
         if args.kl_estimator != "full":
             if args.kl_gradient == "unbiased":  # keep the value, use the gradient of KL(policy || reference)
@@ -579,8 +579,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         version = 0
         asleep = False
         busy = 0.0
-        running: dict[str, Episode] = {}  # by the name of the turn that the engine computes
-        left: Counter[int | None] = Counter()  # batch -> requests that it still waits for
+        running: dict[str, Episode] = {}  # name of a turn that the engine computes -> its episode
+        left: Counter[int | None] = Counter()  # batch -> number of its unfinished requests
         until = None
         outbox.put(("ready",))
         while True:
@@ -778,7 +778,7 @@ def main(args: Args, ready: Ready | None) -> None:
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
-    # The engine is built before the rest: it measures free memory, and changes global settings of torch meanwhile.
+    # The engine is built first: it measures free memory, and changes global settings of torch while it is built.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
     set_seed(args.seed + run.rank)

@@ -1,6 +1,6 @@
 """Flags that all scripts share, their parser, and numbers computed from them, such as the total steps.
 
-It imports no torch, so an invalid flag ends a run within two seconds. checks.py checks flags, values.py parses some.
+It imports no torch, so an invalid flag ends a run within two seconds. The checks of the flags are in checks.py.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RunFlags:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
     """End the run if no rank makes progress for this many seconds. An engine that sends nothing for as long is
-    restarted where possible, at most twice; if that is not possible, it ends the run, too. 0 disables."""
+    restarted, at most twice; if that is not possible, the run ends. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, which scripts/submit.py
     sets, else runs."""
@@ -94,8 +94,8 @@ class RunFlags:
     dry_run: bool = False
     """Check all settings, print sizes and the first prompt, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Also log to wandb (Weights & Biases; WANDB_PROJECT, default rlvr; WANDB_ENTITY; offline if there is no network),
-    to tensorboard (event files in the run's folder), or to both. Without a value: wandb."""
+    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
+    uses the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
     log_samples: int = 4
     """Number of samples per step written to samples.jsonl; some are also printed every 10 steps. 0 disables both."""
 
@@ -122,8 +122,8 @@ class RunFlags:
 
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    """Training data: reasoning_gym:NAME?key=value, a .jsonl, .json, .parquet or .csv file, a folder saved by datasets,
-    or a hub id (ID:CONFIGURATION, ID@SPLIT; default split train). {"a": 0.5, "b": 500}: half of a and 500 rows of b."""
+    """Training data: reasoning_gym:NAME?key=value; a .jsonl, .json, .parquet or .csv file; a folder of the datasets
+    library; or a hub id (ID:CONFIGURATION, ID@SPLIT; default train). {"a": 0.5, "b": 500}: half of a, 500 rows of b."""
     eval_dataset: str | None = None
     """Evaluation data. Its first eval_prompts problems are used and never trained on. A JSON object sets the number for
     each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
@@ -162,10 +162,10 @@ class RunFlags:
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Control run to see how much is gained without the true reward: train on another one, evaluate with the true one.
     random: permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's
-    truth. inverted: negate the reward."""
+    ground truth. inverted: negate the reward."""
     call_timeout: float = 10.0
-    """Timeout in seconds of each call of a verifier, tool or environment; then its process is killed. The score of a
-    verifier is then 0, and the model sees an error message in place of the output of a tool or environment."""
+    """Timeout in seconds of each call of a verifier, tool or environment. A call that takes longer is killed. The score
+    of a verifier is then 0, and the model sees an error message in place of the output of a tool or environment."""
     check_verifier_status: bool = False
     """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
@@ -242,8 +242,8 @@ class RunFlags:
     """Maximum tokens, padding included, of one forward or backward pass on a device. Default: on GPUs what fits into
     memory, at most 16384; on CPUs 1024, or 3072 with AMX."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
-    """Layout of a micro-batch. shared: samples of a group share a row, which computes common prefixes once. padded: one
-    row per sample. packed: one row without padding. auto: shared if device and lengths allow it, else another one."""
+    """Rows of a micro-batch. shared: samples of a group share a row, which computes common prefixes once. padded: each
+    sample has its own row. packed: one row without padding. auto: shared if device and lengths allow it."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO stage. 1: shard optimizer states. 2: also gradients. 3: also parameters. Stage 0 is not supported,
     because DeepSpeed does not detect NaN gradients there."""
