@@ -9,7 +9,7 @@ advantage of a response is its reward compared with the rewards of its group. De
 * The samples of a group share a row, so their prompt is computed once (``--batch_layout``). This changes no result.
 * A token's weight in the loss comes from the token and sample counts of a whole optimizer step, over all ranks
   (``--loss_norm``). Neither micro-batches, nor padding, nor the number of ranks changes a gradient.
-* With one optimizer step per batch, no pass for old log-probs is needed: the ratio is 1, its gradient that of log pi.
+* With one optimizer step per batch, old log-probs need no pass: the ratio is 1, and its gradient is that of log pi.
 * By default there is no KL, and no reference model is loaded (``--beta 0``). For a KL you choose the estimator, its
   gradient, and its place: the loss, the reward, or both. docs/kl.md describes what each combination does.
 * With several turns (``--environment``), a sample is the sequence of all its turns. Only tokens of the model are

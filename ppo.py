@@ -12,7 +12,7 @@ grpo.py with a critic: ``diff grpo.py ppo.py`` shows only the code that the crit
 * Every rank computes advantages and returns in fp64 from all tokens. The advantages are then whitened (``--adv_norm``).
 * The code for samples, shared rows, the policy's loss and the KL is that of grpo.py, word for word. A KL in the reward
   is subtracted token by token, before GAE.
-* Not included: everything that grpo.py does not include, and advantages relative to a group.
+* Not included: everything that grpo.py does not include, and GRPO's advantages.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, B samples of a step, N response tokens
 of a step, T response tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot
@@ -150,8 +150,8 @@ class Args(flags.RunFlags):
     value_norm_eps: float = 1e-5
     """Lower bound of the variance of returns (--value_norm)."""
     dense_reward: Literal["none", "sum", "difference"] = "none"
-    """Give intermediate scores (Reward.steps) to their tokens. sum: each in full. difference: its increase over the one
-    before. none: the last token gets the whole reward."""
+    """Give intermediate scores (Reward.steps) to their tokens. sum: every score counts in full. difference: only its
+    increase over the score before. none: the last token gets the complete reward."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
@@ -465,9 +465,9 @@ def values_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the critic's outputs on all samples, on every rank: before each token, [N], and after each response, [B].
 
-    An output after a response is computed if its ``bootstrap`` is True, and else 0. For it the response gets one more
-    token, whose id does not matter: the state before that token is the state after the response. ``placement``: further
-    arguments of ``micro_batches``.
+    The output after a response is computed if its ``bootstrap`` is True, and is 0 otherwise. To compute it, one token
+    is added, whose id does not matter: the state before that token is the state after the response. ``placement``:
+    further arguments of ``micro_batches``.
     """
     longer = []
     for sample, one_more in zip(samples, bootstrap, strict=True):

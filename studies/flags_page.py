@@ -19,9 +19,9 @@ START, END = "## The names that others use\n", "## What differs behind equal nam
 COLUMNS = ("verl", "areal", "trl", "open-instruct", "openrlhf", "tinyzero")
 INTRODUCTION = """
 Every key of the frameworks' configurations, from the tables that `scripts/translate.py` reads, at the versions named.
-In the first table of each framework: our flag, their keys with the default **there** in brackets, and how the value is
-computed where it is not the same. After it: what is always so here, whatever is given, and what is not here. Keys are
-matched by their full names, in error messages as well. This part of the page is made by `python studies/flags_page.py`.
+The first table of each framework has our flag, their keys with the default **there** in brackets, and the computation
+of the value if it is not the same. Two lists follow: keys with a fixed value here, and keys without a counterpart. Keys
+are matched by their full names, in error messages as well. `python studies/flags_page.py` makes this part of the page.
 """
 
 

@@ -192,7 +192,7 @@ class RunFlags:
     environment: str | None = None
     """Multi-turn environment: path/to/file.py:Class with reset(...), tools or turn(...), and possibly get_reward()."""
     max_turns: int = 8
-    """Maximum number of model turns in a response. max_response_length limits the sum of all turns and observations."""
+    """Maximum number of model turns in a response. max_response_length limits all turns and observations together."""
 
     # ---- evaluation
     eval_prompts: int = 64
