@@ -124,7 +124,7 @@ class Args(flags.RunFlags):
 
     # ---- critic
     disable_value: bool = False
-    """Train no critic: GAE with all values 0, so the advantage is the discounted sum of the rewards to come."""
+    """Train no critic. All values are then 0, so the advantage is the discounted sum of the rewards to come."""
     gamma: float = 1.0
     """Discount factor per token."""
     gae_lambda: float = 1.0
@@ -137,8 +137,8 @@ class Args(flags.RunFlags):
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
-    """NAME=VALUE: settings of the critic that differ from the policy's: model_name_or_path (same vocabulary; its value
-    or reward head is used if it has one), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
+    """NAME=VALUE changes a setting of the critic from the policy's. Names: model_name_or_path (same vocabulary; a value
+    or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
     value_clip: float | None = 0.5
     """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0

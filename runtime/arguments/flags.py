@@ -94,8 +94,8 @@ class RunFlags:
     dry_run: bool = False
     """Check all settings, print sizes and the first prompt, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
-    uses the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
+    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb. It uses
+    the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
     log_samples: int = 4
     """Number of samples per step written to samples.jsonl; some are also printed every 10 steps. 0 disables both."""
 
@@ -161,7 +161,7 @@ class RunFlags:
     only if the reward NAME is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Control run to see how much is gained without the true reward: train on another one, evaluate with the true one.
-    random: permute rewards within a step. format: the verifier's format part only. shuffled: score by another problem's
+    random: permute rewards within a step. format: use only the verifier's format part. shuffled: use another problem's
     ground truth. inverted: negate the reward."""
     call_timeout: float = 10.0
     """Timeout in seconds of each call of a verifier, tool or environment. A call that takes longer is killed. The score
@@ -226,8 +226,8 @@ class RunFlags:
     """Run vLLM in a separate process on the same device, so that the GIL cannot slow it down. Weights are copied
     through shared memory. Default: vLLM runs in a thread of the trainer."""
     vllm_engines: int = 0
-    """Number of engines on dedicated ranks, which only sample (the last ranks of the launch). 0: the trainer ranks have
-    the engines."""
+    """Number of engines on dedicated ranks: the last ranks of the launch, which only sample. 0: the engines run on the
+    trainer ranks."""
     vllm_tensor_parallel_size: int = 1
     """Number of ranks that share one engine (tensor parallelism); with --vllm_engines these are dedicated ranks."""
     vllm_args: str | None = None
@@ -243,7 +243,7 @@ class RunFlags:
     memory, at most 16384; on CPUs 1024, or 3072 with AMX."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
     """Rows of a micro-batch. shared: samples of a group share a row, which computes common prefixes once. padded: each
-    sample has its own row. packed: one row without padding. auto: shared if device and lengths allow it."""
+    sample has its own row. packed: one row without padding. auto: shared if possible, otherwise padded or packed."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO stage. 1: shard optimizer states. 2: also gradients. 3: also parameters. Stage 0 is not supported,
     because DeepSpeed does not detect NaN gradients there."""
