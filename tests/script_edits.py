@@ -345,7 +345,10 @@ HARMLESS = [
     harmless("another learning rate", ("learning_rate: float = 3e-5", "learning_rate: float = 1e-5")),
     harmless(
         "comments and docstrings",
-        ('"""Loss of every response token, before weighting', '"""My loss of every token, before weighting'),
+        (
+            '"""Return the loss of each response token before weighting',
+            '"""Return my loss of each token before weighting',
+        ),
     ),
     harmless(
         "a flag that works",
