@@ -48,7 +48,7 @@ EXP_LIMIT = 20.0  # exponents stop here
 
 
 def canonical_name(name: str) -> str:
-    """The entry of ESTIMATORS that `name` or its alias stands for. Raises ValueError for an unknown name."""
+    """Return the entry of ESTIMATORS for a name or an alias. Raises ValueError for an unknown name."""
     name = ALIASES.get(name, name)
     if name not in ESTIMATORS:
         raise ValueError(f"unknown KL estimator {name!r}: use {', '.join(ESTIMATORS)} (or {', '.join(ALIASES)})")
@@ -56,7 +56,7 @@ def canonical_name(name: str) -> str:
 
 
 def _masked(mask: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """The tensors in fp32 or wider, with 0 where mask is False.
+    """Return the tensors in fp32 or wider, with 0 where mask is False.
 
     Both steps come before any arithmetic: bf16 log-probs near -11 are 0.06 apart, and a NaN under the mask would
     survive a multiplication by 0.
@@ -81,7 +81,7 @@ def _ratio(logp: Tensor, old: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _value(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-    """The value of one sampled estimator, per token."""
+    """Return the value of one sampled estimator, per token."""
     d = logp - ref
     if name == "k1":
         return d
@@ -104,7 +104,7 @@ def kl_reward(
     estimator: str,
     full_kl: Tensor | None = None,
 ) -> Tensor:
-    """The penalty to subtract from the reward per token, before beta: nats, no gradient, 0 where mask is False.
+    """Return the penalty to subtract from the reward per token, before beta: nats, detached, 0 where mask is False.
 
     logprobs are those of the policy that drew the samples, so the ratio is 1 and k4 equals k1. Raises ValueError
     for an unknown name, a missing ref_logprobs or full_kl, unequal shapes, or a mask that is not bool.
@@ -118,7 +118,7 @@ def kl_reward(
 
 @torch.no_grad()
 def kl_values(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """k1, k2, k3, k4 and abs per token, for logging: nats, no gradient, 0 where mask is False.
+    """Return k1, k2, k3, k4 and abs per token, for logging: nats, detached, 0 where mask is False.
 
     All tensors share one shape. Errors as in `kl_reward`.
     """
@@ -127,7 +127,7 @@ def kl_values(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask
 
 
 def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(pi||ref) of [..., V] and [..., V] -> [...], in nats, differentiable in logits.
+    """Return KL(pi||ref) of [..., V] and [..., V] -> [...], in nats, differentiable in logits.
 
     Both logits must already be divided by the sampling temperature.
     """
@@ -139,19 +139,19 @@ def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
 
 
 def rollout_kl(kl_N: Tensor, offsets: list[int], responses: list[int]) -> float:
-    """The mean over these responses of the mean over their tokens, which verl feeds its controller with.
+    """Return the mean over these responses of the mean over their tokens, the input of verl's controller.
 
     kl_N: per token, in nats; response i is offsets[i]:offsets[i + 1].
     """
     means = [kl_N[offsets[i] : offsets[i + 1]].mean() for i in responses]
-    return sum(torch.stack(means).tolist()) / len(means)  # one wait for the GPU, not one for each response
+    return sum(torch.stack(means).tolist()) / len(means)  # waits for the GPU once, not once per response
 
 
 class AdaptiveKLController:
-    """A coefficient, steered so that the KL approaches a target: Ziegler et al. 2019, arXiv 1909.08593.
+    """A coefficient that is adapted so that the KL approaches a target: Ziegler et al. 2019, arXiv 1909.08593.
 
-    target: in the unit of the KL that `update` is given. horizon: number of sequences over which a KL 10% above target
-    raises coef by 10%; n_sequences / horizon stands for the paper's K_beta.
+    target: in the unit of the KL that `update` gets. horizon: number of sequences over which a KL 10% above target
+    raises coef by 10%; n_sequences / horizon is the paper's K_beta.
     Raises ValueError unless coef (the first one), target and horizon are > 0.
     """
 
@@ -181,10 +181,10 @@ class AdaptiveKLController:
 
 
 class KLCoefficients:
-    """The coefficients of the KL in the loss and in the reward, 0 where there is none. A controller may move one.
+    """Coefficients of the KL in the loss and in the reward; 0 means no KL there. A controller may change one of them.
 
-    given: (in the loss, in the reward). controller: moves that of the reward, or that of the loss without a KL in the
-    reward.
+    given: (in the loss, in the reward). controller: changes that of the reward, or without a KL in the reward that of
+    the loss.
     """
 
     def __init__(self, given: tuple[float, float], controller: AdaptiveKLController | None = None):
@@ -194,18 +194,18 @@ class KLCoefficients:
 
     @property
     def loss(self) -> float:
-        """Of the KL in the loss."""
+        """Coefficient of the KL in the loss."""
         return self.given[0] if self.controller is None or self.in_reward else self.controller.coef
 
     @property
     def reward(self) -> float:
-        """Of the KL in the reward."""
+        """Coefficient of the KL in the reward."""
         return self.given[1] if self.controller is None or not self.in_reward else self.controller.coef
 
     def update(self, reward_kl: float | None, loss_kl: float | None, sequences: int) -> None:
-        """Steer by the KL that the rewards of so many sequences lost, as verl does, or else by k1 during the update.
+        """Adapt to the KL that was subtracted from the rewards, as verl does, or without it to k1 during the update.
 
-        None: the step had none, and changes nothing.
+        sequences: number of sequences of the step. A KL of None changes nothing.
         """
         found = reward_kl if self.in_reward else loss_kl
         if self.controller is not None and found is not None:
@@ -270,10 +270,10 @@ WEIGHT_MISSING = "the weight old / sampler is missing (fix: --truncated_importan
 
 
 def expected_gradients(place: str, estimator: str, gradient: str) -> tuple[str, str]:
-    """Names of the expected gradient (on fresh samples, on stale samples) of a term in the loss or in the reward.
+    """Return the names of the expected gradient (on fresh samples, on stale samples) of a term in the loss or reward.
 
-    On asynchronous samples, too, which a sampler with older weights than old's drew, if each token has the weight
-    old / sampler.
+    They also hold on asynchronous samples, which were drawn with older weights than those of old, if each token has the
+    weight old / sampler.
     """
     if place == "reward":
         return REWARD[estimator]
@@ -283,7 +283,7 @@ def expected_gradients(place: str, estimator: str, gradient: str) -> tuple[str, 
 
 
 def unweighted_gradient(place: str, estimator: str, gradient: str) -> str:
-    """Name of the expected gradient on asynchronous samples without the weight old / sampler."""
+    """Return the name of the expected gradient on asynchronous samples without the weight old / sampler."""
     if place == "loss" and estimator == "full":
         return REVERSE
     if place == "loss" and estimator == "k1" and gradient == "naive":
@@ -307,13 +307,13 @@ def kl_setting_message(
     cap: float | None = None,
     mask: tuple[float, float] | None = None,
 ) -> tuple[str, list[str]]:
-    """(one line on what the setting means, one warning for each way in which it does not do what its name says).
+    """Return a line that describes the setting, and a warning for each difference between its name and its effect.
 
-    reward_coef, reward_estimator: in the reward, where they are not beta and estimator. adaptive: a controller moves
-    the coefficient of the reward, or that of the loss without a KL in the reward. measured: a reference in any case.
-    kl_reward_norm: after_norm or before_norm. Samples are stale from the second optimizer step of a batch.
-    stale: whether they already are in the first one, because the sampler may have older weights (asynchronous samples).
-    cap, mask: bounds of the weight old / sampler of a token; without both, it is 1.
+    reward_coef, reward_estimator: those of the KL in the reward, if they are not beta and estimator. adaptive: a
+    controller changes the coefficient in the reward, or without a KL in the reward that in the loss. measured: the
+    reference is loaded in any case. kl_reward_norm: after_norm or before_norm. stale: samples are stale (asynchronous)
+    in the first optimizer step of a batch already; from the second step on they always are.
+    cap, mask: bounds of a token's weight old / sampler, which is 1 without both.
     Raises ValueError for unknown names and for coefficients below 0.
     """
     names = {"loss": canonical_name(estimator), "reward": canonical_name(reward_estimator or estimator)}

@@ -251,7 +251,7 @@ class RunFlags:
     """Keep these in CPU memory. optimizer: master weights and optimizer states. param: parameters (with ZeRO 3). ref:
     the reference model, which is on the GPU only during its passes."""
 
-    # Structured flags as typed values, each parsed once; ``check`` reads them all, so invalid ones exit with code 2.
+    # Typed values of structured flags, each parsed once. ``check`` reads all of them: exit code 2 if one is invalid.
     model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
     tokenizer = cached_property(
         lambda args: ModelName.parse(args.tokenizer_name_or_path or str(args.model_name_or_path))
