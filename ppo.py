@@ -15,8 +15,8 @@ grpo.py with a critic: ``diff grpo.py ppo.py`` shows only the code that the crit
 * Not included: everything that grpo.py does not include, and GRPO's advantages.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, B samples of a step, N response tokens
-of a step, T response tokens of a micro-batch, E engines. A flat array of a step, such as ``old_N``, has one more slot
-at its end for empty micro-batches, which keep all ranks at the same number of passes.
+of a step, T response tokens of a micro-batch, E engines. Arrays that micro-batches index, such as ``old_N``, have
+length N + 1. The last slot is for empty micro-batches, which a rank runs to make as many passes as the others.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
@@ -70,7 +70,7 @@ class Args(flags.RunFlags):
     num_samples_per_prompt_rollout: int = 8
     """Number of responses per prompt (the group size)."""
     num_mini_batches: int = 1
-    """Number of mini-batches (optimizer steps) per epoch over a batch. Complete groups are distributed evenly."""
+    """Number of mini-batches (optimizer steps) per epoch over a batch. Groups are spread evenly and never split."""
     num_epochs: int = 1
     """Number of epochs over each batch of samples."""
     shuffle_mini_batches: bool = True
@@ -98,7 +98,7 @@ class Args(flags.RunFlags):
     """Weight a token's loss and KL by trainer/sampler probability, at most this cap. 0 disables. Default: 2 with
     --async_steps unless --importance_sampling_mask is set; otherwise off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH, e.g. 0.5 5: weight a token's loss and KL by trainer/sampler probability, by 0 if outside (IcePop)."""
+    """LOW HIGH, e.g. 0.5 5 (IcePop): weight a token's loss and KL by trainer/sampler probability, 0 if out of range."""
 
     # ---- KL
     beta: float = 0.0
@@ -137,8 +137,8 @@ class Args(flags.RunFlags):
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
-    """NAME=VALUE changes a setting of the critic from the policy's. Names: model_name_or_path (same vocabulary; a value
-    or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
+    """NAME=VALUE: use this setting for the critic, not the policy's. Names: model_name_or_path (same vocabulary; a
+    value or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
     value_clip: float | None = 0.5
     """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0
@@ -176,7 +176,7 @@ class Args(flags.RunFlags):
 
 
 def check_args(args: Args) -> None:
-    """Reject settings that PPO does not support or that would silently misbehave; ``checks.check`` has the others."""
+    """Reject settings that PPO does not support or that would silently misbehave; see also ``checks.check``."""
     mask = args.importance_sampling_mask
     if args.num_samples_per_prompt_rollout == 1 and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0):
         process.refuse(
@@ -370,7 +370,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
 
-    # KL in the loss. naive differentiates the estimator as written. Samples are fresh if policy = old (docs/kl.md).
+    # KL in the loss. The gradients noted below are those of "naive". Samples are fresh if policy = old (docs/kl.md).
     kl_T = torch.zeros_like(loss_T)
     if beta > 0:
         d_T = t.logprobs_T - t.ref_T
@@ -563,8 +563,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
          ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    The thread reads messages while the engine pauses: after each complete batch or, with --inflight_updates, after the
-    engine step that completes the batch named by the last "until". Finished requests decide this, never the time, so a
+    The thread reads messages at set points: after each complete batch or, with --inflight_updates, after the engine
+    step that completes the batch named by the last "until". These points depend on finished requests, not on time, so a
     run can be repeated. Only with both --inflight_updates and --vllm_engines are messages read as they arrive.
     While responses of several turns (--environment) wait for their tools, the engine computes the others.
     """
@@ -632,7 +632,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             episodes.close()
             if llm is not None:
                 release_vllm(llm)
-        finally:  # if the device is in error, the release fails, too; still report the first error
+        finally:  # after a device error the release fails, too; still report the first error
             outbox.put(("error", error))
 
 
@@ -653,7 +653,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
         max_model_len=args.max_prompt_length + args.max_response_length,
-        # Not on CPUs: vLLM rewinds the generator after a chunk that ends inside a prompt; CPU ones cannot be rewound.
+        # Off on CPUs: if a chunk ends mid-prompt, vLLM rewinds the random generator, which fails for CPU generators.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
@@ -778,7 +778,7 @@ def main(args: Args, ready: Ready | None) -> None:
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
-    # The engine is built first: it measures free memory, and changes global settings of torch while it is built.
+    # Build the engine before the models below: it measures free memory, and changes settings of torch as it starts.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
     set_seed(args.seed + run.rank)
@@ -791,7 +791,7 @@ def main(args: Args, ready: Ready | None) -> None:
         critic = make_critic(critic_args, run, model.config.get_text_config().vocab_size)
     normalizer = ValueNormalizer(args.value_norm, args.value_norm_beta, args.value_norm_eps)
 
-    kl = utils.make_kl(args)  # kl.loss, kl.reward
+    kl = utils.make_kl(args)  # has the coefficients kl.loss and kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
@@ -814,7 +814,7 @@ def main(args: Args, ready: Ready | None) -> None:
     queue.resume(done)
     clock.restart()
     for step in range(done + 1, run.total_steps + 1):
-        # 1 prompts: request this step's batch and, with --async_steps, those of later steps; equal on all ranks
+        # 1 prompts: request this step's batch and, with --async_steps, later ones; all ranks draw the same prompts
         while queue.last < min(step + args.async_steps, run.total_steps):
             queue.ask(prompts)
 
@@ -830,7 +830,7 @@ def main(args: Args, ready: Ready | None) -> None:
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
-        # Which samples take part.  in_loss: those in the policy's loss.  The critic learns from every sample; without
+        # Which samples take part. in_loss: those in the policy's loss. The critic learns from every sample; without
         # truncated responses it would never learn what truncation costs.
         zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         every_sample = list(range(len(samples)))
@@ -961,7 +961,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # equal on all ranks
+                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # all ranks decide the same
                     deepspeed_zero.backward(policy, loss, mb.is_last, drop)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
