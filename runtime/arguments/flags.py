@@ -82,11 +82,11 @@ class RunFlags:
     """auto: resume from the newest intact checkpoint of this run if its code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
-    """End the run if no rank makes progress for this many seconds. An engine that sends nothing for as long is
+    """End the run if no rank makes progress for this many seconds. An engine that sends nothing for that long is
     restarted, at most twice; if that is not possible, the run ends. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, which scripts/submit.py
-    sets, else runs."""
+    sets; without it, the folder "runs"."""
     run_name: str | None = None
     """Name of this run's folder. Default: exp_name, the arguments that differ from their defaults, and the seed."""
     overwrite: bool = False
@@ -94,8 +94,8 @@ class RunFlags:
     dry_run: bool = False
     """Check all settings, print sizes and the first prompt, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb. It uses
-    the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
+    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
+    uses the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
     log_samples: int = 4
     """Number of samples per step written to samples.jsonl; some are also printed every 10 steps. 0 disables both."""
 
@@ -128,9 +128,9 @@ class RunFlags:
     """Evaluation data. Its first eval_prompts problems are used and never trained on. A JSON object sets the number for
     each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
     prompt_key: str | None = None
-    """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else question."""
+    """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else "question"."""
     ground_truth_key: str | None = None
-    """Column of the ground truth. Default: detected from the columns, else answer."""
+    """Column of the ground truth. Default: detected from the columns, else "answer"."""
     system_prompt: str | None = None
     """System message before every prompt; "" for none. Default: the built-in one of the dataset, if it has one."""
     chat_template: str | None = None
@@ -208,7 +208,7 @@ class RunFlags:
     temperature: float = 1.0
     """Sampling temperature; the trainer computes log-probs at the same temperature."""
     rollout: Literal["vllm", "hf"] = "vllm"
-    """Generation backend. vllm: the vLLM engine. hf: generate of transformers, which is slow but needs no vLLM."""
+    """Generation backend. vllm: the vLLM engine. hf: transformers' generate(), which is slow but needs no vLLM."""
     async_steps: int = 0
     """Asynchronous sampling: samples may be up to this many steps stale; 1 or 2 is usual. 0: synchronous, so every
     batch is sampled with the current weights."""
@@ -229,7 +229,7 @@ class RunFlags:
     """Number of engines on dedicated ranks: the last ranks of the launch, which only sample. 0: the engines run on the
     trainer ranks."""
     vllm_tensor_parallel_size: int = 1
-    """Number of ranks that share one engine (tensor parallelism); with --vllm_engines these are dedicated ranks."""
+    """Number of ranks that share one engine (tensor parallelism). With --vllm_engines, they are dedicated ranks."""
     vllm_args: str | None = None
     """JSON object of vLLM's own arguments, e.g. {"max_num_seqs": 512}. gpu_memory_utilization is 0.4 by default, lower
     on small GPUs, and higher with --vllm_sleep or --vllm_engines."""
@@ -248,8 +248,8 @@ class RunFlags:
     """DeepSpeed ZeRO stage. 1: shard optimizer states. 2: also gradients. 3: also parameters. Stage 0 is not supported,
     because DeepSpeed does not detect NaN gradients there."""
     offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
-    """Keep these in CPU memory. optimizer: master weights and optimizer states. param: parameters (with ZeRO 3). ref:
-    the reference model, which is on the GPU only during its passes."""
+    """Tensors to keep in CPU memory. optimizer: master weights and optimizer states. param: parameters (with ZeRO 3).
+    ref: the reference model, which is on the GPU only during its passes."""
 
     # Typed values of structured flags, each parsed once. ``check`` reads all of them: exit code 2 if one is invalid.
     model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
