@@ -70,7 +70,7 @@ STATUSES = ("ok", "timeout", "crash", "unscorable")
 
 @dataclass(frozen=True)
 class Reward:
-    """What a verifier found: ``score`` (what is optimized), ``parts`` for the log (``correct``, ``format``: 0 to 1).
+    """Result of a verifier: ``score`` (what is optimized), ``parts`` for the log (``correct``, ``format``: 0 to 1).
 
     ``steps``, for ppo.py --dense_reward: (number of characters, score of the response up to there), in rising order.
     For people: ``extracted``, what was taken for the answer ("" if nothing was), ``detail``, why there is no score.
@@ -434,7 +434,7 @@ def no_answer(truth: str, row: dict) -> str:
 
 
 def truth_error(verifier: str, truth: str, row: dict) -> str:
-    """What is wrong with a truth according to its own verifiers; "" if nothing is.
+    """Return what is wrong with a truth according to its own verifiers; "" if nothing is.
 
     A truth that can be said as a response must score 1; for the others it is enough that nothing can be scored by it.
     Raises ValueError for a verifier that does not exist.
@@ -492,7 +492,7 @@ def check_reward_args(args) -> None:
 
 
 def _as_reward(name: str, found) -> Reward:
-    """What a verifier returned as a Reward. Raises TypeError or ValueError for what is neither that nor a number."""
+    """Convert a verifier's result to a Reward. Raises TypeError or ValueError if it is neither that nor a number."""
     if isinstance(found, Reward):
         reward = Reward(  # of plain values: numpy's numbers are not JSON's, and objects of a user's file stay here
             float(found.score),
@@ -572,7 +572,7 @@ def overlong_penalty(length: int, longest: int, buffer: int) -> float:
 
 
 def shape_reward(sample, found: Reward, args) -> None:
-    """What the verifier found, and the reward made of it: (score - bias) * scaling, truncation, penalties, clip."""
+    """Store a verifier's result, and the reward made of it: (score - bias) * scaling, truncation, penalties, clip."""
     truncated = sample.finish_reason == "length"
     sample.score = found.score
     sample.reward_parts = dict(found.parts)
@@ -720,7 +720,7 @@ def worker_count() -> int:
 
 
 class Verifiers:
-    """What scores the samples of a run: verifier processes, a reward model if there is one, and shaping."""
+    """Scorer of a run's samples: verifier processes, a reward model if there is one, and shaping."""
 
     def __init__(self, args, problems: list, device, dtype):
         self.args = args

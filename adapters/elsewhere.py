@@ -2,7 +2,7 @@
 
 An adapter is a file with two classes: one for --environment, a ``Remote``, and one that the other Python makes for each
 episode. The other Python runs the same file (``serve``): it imports its library once and forks for every episode. The
-two talk in lines of JSON. Whatever happens there is told here; when the episode's process here ends, the fork ends.
+two talk in lines of JSON. Whatever happens there is reported here; when the episode's process here ends, the fork ends.
 
 This file is run by both, so it needs the standard library alone.
 """

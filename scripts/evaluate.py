@@ -157,7 +157,7 @@ def find_run(folder: Path) -> tuple[dict, Path]:
 
 
 def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
-    """The run's arguments, of its script's own class, with its final model and an engine that nobody trains beside."""
+    """The run's arguments, of its script's own class, with its final model and an engine without a trainer."""
     kind = script_loader.load_arguments(script).Args
     known = {f.name for f in dataclasses.fields(kind)}
     unknown = [f"--{name}" for name in stored if name not in known]

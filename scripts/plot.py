@@ -214,7 +214,7 @@ def pass_interval(run: Run, x: str) -> pd.DataFrame:
 
 
 def legend_words(curves: dict[str, pd.Series]) -> dict[str, pd.Series]:
-    """Curves by the words of a legend. One that coincides with an earlier one is named beside it."""
+    """Curves by the words of a legend. One that coincides with an earlier one is named next to it."""
     found: dict[str, pd.Series] = {}
     for word, curve in curves.items():
         twin = next((words for words, other in found.items() if curve.equals(other)), None)

@@ -3,9 +3,9 @@
     python studies/bench_async.py                                  the quickstart's model, at most 128 tokens each
     python studies/bench_async.py --update_seconds 3 --steps 20    another ratio of update to sampling
 
-The stand-in either sleeps, which is an update on a device of its own (an engine on its own ranks), or
-computes matrix products that take --update_seconds when nothing else runs, which is what happens where engine and
-trainer share these cores. The engine, its samples and the pushes are real in both. Modes:
+The stand-in either sleeps, which is an update on a device of its own (an engine on its own ranks), or computes, which
+is what happens where engine and trainer share these cores. Its matrix products take --update_seconds when nothing else
+runs. The engine, its samples and the pushes are real in both. Modes:
 
     synchronous    ask, collect, update, push: sampling and update one after the other
     ahead          --async_steps 1: the next batch is sampled during the update

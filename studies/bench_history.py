@@ -7,10 +7,10 @@
     python studies/bench_history.py --gate --what speed          compare only; measure only what is missing
     python studies/bench_history.py --table                      what is known of all commits; measures nothing
 
-speed     seconds of a step, times the machine's rate of matrix products: GFLOP that it could have done in that time
-memory    peak resident memory of the process, in GiB
-start     seconds from the start of the process to its first step
-accuracy  held-out pass@1 after the quickstart, one run for each seed
+    speed     seconds of a step, times the machine's rate of matrix products: GFLOP that it could have done in that time
+    memory    peak resident memory of the process, in GiB
+    start     seconds from the start of the process to its first step
+    accuracy  held-out pass@1 after the quickstart, one run for each seed
 
 Every run is a line, written when it is known: the same command measures what is missing. Numbers are compared among
 lines of the same machine and arguments. The corridor is three standard deviations of the difference of two means: the

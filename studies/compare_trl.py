@@ -547,7 +547,7 @@ def part_lines(results: dict, part: str) -> list[str]:
 
 
 def table_lines(results: dict) -> list[str]:
-    """The table of lengths and groups: one row a shape, both sides beside each other."""
+    """The table of lengths and groups: one row a shape, both sides next to each other."""
     lines = [
         "| tokens | group | grpo.py s | TRL, tuned s | ratio (range) | generate | update | peak GiB | floor / step |",
         "|---" * 9 + "|",

@@ -1,4 +1,4 @@
-"""A process of studies/compare_trl.py: it makes steps of GRPO when it is told to, and times each.
+"""A process of studies/compare_trl.py: it makes a step of GRPO for each line on stdin, and times it.
 
     python studies/compare_trl_worker.py ours  '{...}'    grpo.py as it is, with flags
     python studies/compare_trl_worker.py trl   '{...}'    TRL's GRPOTrainer, with options of GRPOConfig

@@ -3,7 +3,7 @@
     python studies/diff_runs.py runs/a runs/b
     python studies/diff_runs.py runs/a runs/b --code . ../at-a-commit    whose code each of them ran (git worktree add)
 
-Both run again from the last checkpoint that they have alike, or from the start, until something differs: its step, its
+Both run again from the last checkpoint that is equal in both, or from the start, until something differs: its step, its
 phase (1 to 9, as in the scripts), its name, and by how much. Each has its own script, and a process and a folder of its
 own; nothing is written to the folders given. For runs of one rank that were started in this folder, on a machine on
 which they repeat bit for bit: what comes out otherwise than recorded is reported. Exit code: 0 equal, 1 parted, 2

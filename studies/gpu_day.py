@@ -1,10 +1,10 @@
-"""The first minutes on a GPU: tests, a learning curve, phases beside their floors, TRL's step beside ours.
+"""The first minutes on a GPU: tests, a learning curve, phases next to their floors, TRL's step next to ours.
 
     make gpu-day                                   ten minutes, everything in gpu-day/
     make gpu-day ARGS="--trl FOLDER --minutes 30"  also a step of TRL's, from a folder that pip install --target made
 
 Every part is a process with a limit of its own, so that one that hangs costs no other. facts.md has a row per part: how
-it ended, its seconds, or why it was skipped; beside it stand each part's output and the files it made. Without a GPU
+it ended, its seconds, or why it was skipped; next to it are each part's output and the files it made. Without a GPU
 the halves of the tests for CPUs run, and everything else is skipped.
 """
 

@@ -8,7 +8,8 @@ run's processes, and the run notes what malloc has in use: what it has freed it 
 after its second step (system/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
 straight line through the means of twenty blocks of steps, without the first tenth; its interval is Student's over the
 blocks, 95 %. The exit code is 1 where memory in use, its jumps left out, files or threads rise by more than zero and by
-more than a thousandth of their mean in a hundred steps, or where it jumps more than once in a hundred steps.
+more than a thousandth of their mean in a hundred steps. It is also 1 where memory jumps more than once in a hundred
+steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The expected gradient of every policy loss beside the gradient of E[R], by exact enumeration.
+"""The expected gradient of every policy loss next to the gradient of E[R], by exact enumeration.
 
     python studies/loss_table.py                              prints the table (a few seconds on one core)
     python studies/loss_table.py --output docs/evidence/losses.png     also draws it
@@ -76,7 +76,7 @@ class Batch(NamedTuple):
 
 
 def loss_of(script: ModuleType, args: grpo.Args) -> Callable[[Batch], Tensor]:
-    """A script's own loss of each token, without KL and entropy; all weigh alike."""
+    """A script's own loss of each token, without KL and entropy; all have equal weight."""
 
     def loss(b: Batch) -> Tensor:
         known = {"old_T": b.old, "sampler_T": b.sampler, "advantages_T": b.advantages, "response_T": b.owner}
@@ -747,9 +747,9 @@ def two_rewards_row(name: str, world: World, policies: Policies) -> Row:
 
 
 def weights_of_parts(mean: Tensor, world: World, policies: Policies, prompt: int) -> tuple[Tensor, float]:
-    """Of an update, what is left (a fraction) beside the gradients of E[r_1], E[r_2] and E[r_1 r_2], given the prompt.
+    """Return the weights [3] of the gradients of E[r_1], E[r_2] and E[r_1 r_2], given the prompt, nearest to an update.
 
-    Before that, with which weights [3] these come nearest to it.
+    The second number is the fraction of the update that they leave out.
     """
     own = world.prompt_of_row.repeat_interleave(VOCABULARY) == prompt
     columns = []

@@ -9,8 +9,8 @@
 
 A measured run is a run of the script itself, of two steps with responses of full length. In its second step every rank
 notes for each phase the most bytes of tensors that its main thread had allocated at a time (by the events of torch's
-profiler), and in a run of its own, since the profiler's records take memory, too, its largest resident memory (VmHWM,
-reset at the start of the phase). studies/rehearse_gpu_run.py says what one command needs.
+profiler). In a run of its own, since the profiler's records take memory, too, it notes its largest resident memory
+(VmHWM, reset at the start of the phase). studies/rehearse_gpu_run.py says what one command needs.
 
 The quickstart is measured with its own engine, model, prompts and responses, but with rewards by chance, so that every
 group trains: resident memory after each part of the start, and in each phase of its second step.

@@ -8,7 +8,7 @@
 
 Runs are those of the test bed (docs/evidence/testbed.md), or with --quickstart those of the scripts' own defaults; the
 flags after -- change either. A seed is a pair: both sides have the same prompts, held-out problems and seeds of
-samples. After each pair the mean difference has a 95 % interval, and the comparison ends when 0 is outside it (better,
+samples. After each pair the mean difference has a 95 % interval. The comparison ends when 0 is outside it (better,
 worse), when all of it is within --smallest of 0 (no difference), or when the seeds are used up (undecided: about how
 many more would decide). It is an interval that may be looked at after every pair, and seeds may be added at any time:
 where there is no difference, the chance that 0 is ever outside it is at most 5 %, for differences that are normally

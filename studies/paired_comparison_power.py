@@ -268,7 +268,7 @@ def halved(runs: list[Run], count: int) -> list[list[tuple[Run, Run]]]:
 
 
 def study_pairs(count: int) -> list[list[tuple[Run, Run]]]:
-    """The runs of the KL study, two pairs of each setting, each time drawn anew and in another order.
+    """The runs of the KL study, two pairs of each setting, each time drawn again and in another order.
 
     Settings of equal numbers are one. Sides are drawn too: a seed is easier than another in all settings.
     """

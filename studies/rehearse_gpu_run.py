@@ -9,8 +9,8 @@ follow from data sheets: both are computed, not measured. What does not fit is r
 
 Then the script itself runs: two layers of the model with random weights, the whole vocabulary, all lengths and flags,
 at most four ranks and a few prompts. One step, its checkpoint, and a second step that resumes from it. Responses count
-as ended and rewards are dealt out once the verifier has judged, for such a model has neither. Peaks of resident memory
-are printed beside the bound for that run. Nothing of it is kept.
+as ended and rewards are assigned once the verifier has judged, for such a model has neither. Peaks of resident memory
+are printed next to the bound for that run. Nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def resident(name: str = "VmRSS") -> int:
 
 
 def forget_peak() -> None:
-    """Let VmHWM begin anew from what is resident now."""
+    """Reset VmHWM to what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -312,7 +312,7 @@ def perform(line: list[str], environment: dict) -> None:
 
 
 def rehearse(args, found: memory.Prediction, gpus: int, environment: dict, words: list[str]) -> None:
-    """Run the command on this CPU, and print the peaks of its phases beside the bounds."""
+    """Run the command on this CPU, and print the peaks of its phases next to the bounds."""
     apart = min(args.vllm_engines, 1)
     most = min(RANKS, gpus, max(2, os.cpu_count() // 2)) - apart
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as name:

@@ -11,7 +11,7 @@ arguments and then does what ``python grpo.py ...`` does: its numbers are the sa
 side by side, each with ``--threads`` threads of arithmetic.
 
 A run that is finished or running is skipped, and an interrupted one resumes (scripts/is_finished.py), so the same
-command continues a sweep. What a run prints is in OUTPUT_DIR/RUN_NAME.log, beside its folder. Lines with arguments that
+command continues a sweep. A run prints to OUTPUT_DIR/RUN_NAME.log, next to its folder. Lines with arguments that
 the script does not take end the program before the first run, with exit code 2. A run that fails is reported with its
 exit code; the others still run, and the exit code is 1. SIGTERM and SIGINT are passed on to the runs, which save and
 end; no further run starts, and the exit code is 75.

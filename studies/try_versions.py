@@ -8,7 +8,7 @@ is thrown away at the end. Several that belong together are one word: torch==2.1
 run of grpo.py on the model of `make testbed`, with vLLM: a signal stops it after a few steps, the same command resumes
 it, and its verdict must be that it has learned. In every step it compares the engine with the trainer, after a push of
 the weights; and its prompts must have the ids that they have with the pinned versions. No run imports trl: of it,
-studies/compare_trl.py has to time a step of its GRPOTrainer beside ours.
+studies/compare_trl.py has to time a step of its GRPOTrainer next to ours.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def accept(python: Path, out: Path, limit: float) -> tuple[str, str]:
 
 
 def accept_trl(python: Path, out: Path, limit: float) -> tuple[str, str]:
-    """The same of a TRL, which stands beside the interpreter's other packages."""
+    """The same of a TRL, which is next to the interpreter's other packages."""
     (packages,) = python.parent.parent.glob("lib/*/site-packages")
     results = out / "results.json"
     model = FLAGS["model_name_or_path"]

@@ -241,7 +241,7 @@ class Step:
 
 @dataclass
 class Oracle:
-    """The state of a run that no step begins anew: moments, coefficients, reference."""
+    """The state of a run that every step carries on: moments, coefficients, reference."""
 
     a: dict[str, Any]
     config: dict[str, Any]

@@ -441,7 +441,7 @@ def with_program(line: list[str], folder: Path, program: str) -> list[str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what a run of this process set for itself and another one must find out anew."""
+    """The environment without what a run of this process set for itself and another one must find out itself."""
     own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RUN_DIR", "RUN_ID", "WANDB_SERVICE"}
     return {name: value for name, value in os.environ.items() if name not in own}
 

@@ -21,7 +21,7 @@ GET = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], tim
 
 
 def reason_for_none(tool: str) -> str:
-    """Why this machine cannot test with a tool of ENGINES; "" if it can."""
+    """Return why this machine cannot test with a tool of ENGINES; "" if it can."""
     if not any(ENGINES.glob(f"bin/{tool}")) and not any(ENGINES.glob(f"lib/python*/site-packages/{tool}")):
         return f"no {tool} in {ENGINES} (make test-engines installs it)"
     return two_nodes.reason_for_none() if tool == "ray" else ""

@@ -82,7 +82,7 @@ def asked_for(cls: type, words: list[str]) -> str | None:
 def own_defaults(args: Any) -> dict[str, Any]:
     """The defaults of the script that a copy or variant began as, from its text (its import takes seconds).
 
-    Empty where that script is not beside this folder, as in a copy of the project that left it out.
+    Empty where that script is not next to this folder, as in a copy of the project that left it out.
     """
     file = Path(__file__).resolve().parent.parent.parent / f"{script_of(type(args))}.py"
     if not file.is_file():

@@ -122,7 +122,7 @@ def printed_rows(name: str, chosen: str) -> str:
     """Return what ``main`` prints in a process of its own.
 
     Some tasks (word_ladder, ransom_note, polynomial_multiplication, ...) choose from sets, so their problems follow
-    from Python's hash seed, which is drawn anew for every process: ranks would train on different problems, and a run
+    from Python's hash seed, which every process draws for itself: ranks would train on different problems, and a run
     could not go on. Others (codeio, list_functions) draw from the random numbers that a process has in common, whatever
     their seed is. Both are fixed there.
     """

@@ -63,7 +63,7 @@ class Sample:
         return len(self.response_ids) - sum(end - start for start, end in self.observed)
 
     def own(self) -> np.ndarray:
-        """Which of ``response_ids`` the model wrote, [L]."""
+        """Return a mask of the ``response_ids`` that the model wrote, [L]."""
         own = np.ones(len(self.response_ids), dtype=bool)
         for start, end in self.observed:
             own[start:end] = False

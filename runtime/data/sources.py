@@ -259,7 +259,7 @@ def _work_offline_without_hub() -> None:
 
 
 def quiet() -> None:
-    """Progress bars of ``datasets`` on a terminal's first rank only, and no messages of its own beside ours."""
+    """Progress bars of ``datasets`` on a terminal's first rank only, and no messages of its own among ours."""
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a local file is read without asking the network

@@ -113,7 +113,7 @@ class Engine:
     def receive(self, what: str, request: tuple | None = None) -> tuple:
         """``message``, but an engine that fails is built again. ``request``: what the message answers.
 
-        Raises what the thread raised, and TimeoutError, once RESTARTS are used up or a push has failed alike before.
+        Raises what the thread raised, and TimeoutError, once RESTARTS are used up or a push failed the same way before.
         """
         while True:
             try:

@@ -219,7 +219,7 @@ class Chat:
         return message | {"name": name} if self.role == "tool" else message
 
     def _after(self, before: list[dict], messages: list[dict]) -> str:
-        """What the template writes after a turn of the model."""
+        """Return what the template writes after a turn of the model."""
         tools = {"tools": [TRIAL_TOOL]} if self.writes_tools else {}
         whole = self.text([*before, {"role": "assistant", "content": STAND_IN}, *messages], **tools)
         return whole.rpartition(STAND_IN)[2]

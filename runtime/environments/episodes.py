@@ -81,7 +81,7 @@ def ask_once(spec: str, request: tuple, seconds: float) -> Any:
 
 @functools.cache
 def describe_class(spec: str) -> dict[str, Any]:
-    """What ``user_objects.describe`` says of ``file.py:Class``. Ends with exit code 2 where that is no environment."""
+    """Return ``user_objects.describe`` of ``file.py:Class``. Ends with exit code 2 if that is not an environment."""
     path, _, name = spec.rpartition(":")
     given = on_a_line(spec)
     if not path.endswith(".py") or not name.isidentifier():
@@ -231,7 +231,7 @@ class Episode:
         self.finish_reason = answer.finish_reason
 
     def found(self) -> tuple:
-        """What the run is told of it: the fields of a Sample, from its ids on."""
+        """Return what the run gets: the fields of a Sample, from its ids on."""
         plain = (self.ids, self.logprobs, self.finish_reason, self.versions)
         return plain if self.row is None else (*plain, self.observed, self.turns, self.outcome)
 

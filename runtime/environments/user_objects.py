@@ -215,7 +215,7 @@ class UserObject:
 
     @classmethod
     def reward(cls) -> dict[str, Any] | None:
-        """What ``get_reward`` returns, a number or a rewards.Reward, as the fields of one; 0 without the method."""
+        """Return what ``get_reward`` returns, a number or a rewards.Reward, as the fields of one; 0 without it."""
         if getattr(cls.made, "get_reward", None) is None:
             return {"score": 0.0}
         try:

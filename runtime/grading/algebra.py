@@ -63,7 +63,7 @@ def parse_math(latex: str) -> list:
 
 
 def nested(text: str) -> int:
-    """How deep the brackets of a text are; the parser takes exponential time where they hold nothing but each other."""
+    """Return how deep the brackets of a text are; the parser takes exponential time if they hold only each other."""
     depth = 0
     deepest = 0
     for bracket in BRACKET.findall(text):
@@ -154,7 +154,7 @@ def _bounded(expression) -> bool:
 
 
 def _elements(expression) -> list:
-    """What a matrix, set, tuple, interval, or an equation such as x = 2 holds; [] of anything else."""
+    """Return the elements of a matrix, set, tuple, interval, or an equation such as x = 2; [] of anything else."""
     if isinstance(expression, sympy.MatrixBase):
         return list(expression.flat())
     if isinstance(expression, sympy.FiniteSet | sympy.Tuple):
@@ -273,7 +273,7 @@ def _lengths(text: str) -> set[int]:
 
 
 def _repetitions(parts: list[str]) -> collections.Counter:
-    """How often the numbers of each part occur; what the parser does not read is left out."""
+    """Count how often the numbers of each part occur; what the parser does not read is left out."""
     counts = collections.Counter()
     for part in parts:
         parsed = parse_math(part)

@@ -251,7 +251,7 @@ def _phrase(text: str) -> str:
 
 
 def _said(text: str) -> str | None:
-    """What a text says, if it is one of those that are said in many ways: that there is no answer, or that all are."""
+    """Name what a text says, if that is said in many ways: that there is no answer, or that all numbers are."""
     said = _phrase(text).casefold()
     return next((name for name, ways in PHRASES if re.fullmatch(ways, said)), None)
 

@@ -292,7 +292,7 @@ def _whole(digits: str) -> int:
 
 
 def _returns(program: str, tests: CodeTests) -> str:
-    """Why the function fails; "" if it returns each output for its input. The process never gets the outputs."""
+    """Return why the function fails; "" if it gives each output for its input. The process never gets the outputs."""
     in_class = tests.method and re.search(r"^class Solution\b", program, re.MULTILINE)
     function = f"Solution().{tests.entry}" if in_class else tests.entry
     with Sandbox(tests.seconds) as solution:
@@ -344,7 +344,7 @@ def _same_output(said: str, wanted: str) -> bool:
 
 
 def _prints(program: str, tests: CodeTests) -> str:
-    """Why the program fails; "" if it ends well and prints each stdout for its stdin, line by line, spacing aside."""
+    """Return why the program fails; "" if it ends well and prints each stdout, line by line, spacing aside."""
     with Sandbox(tests.seconds) as sandboxed:
         for number, test in enumerate(tests.programs):
             sandboxed.start("program", program, text=test["stdin"])
@@ -386,14 +386,14 @@ def _passes(program: str, tests: CodeTests) -> str:
 
 
 def _run_tests(program: str, tests: CodeTests) -> str:
-    """Why the program fails its tests; "" if it passes all. Raises UnusableTests, and OSError without a sandbox."""
+    """Return why the program fails; "" if it passes all tests. Raises UnusableTests, and OSError without a sandbox."""
     if tests.check:
         return _passes(program, tests)
     return _returns(program, tests) if tests.calls else _prints(program, tests)
 
 
 def _try_tests(tests: CodeTests) -> str:
-    """What is wrong with test code that no program is there for; "" if nothing shows when it is run without one.
+    """Return what is wrong with test code that has no program; "" if nothing shows when it is run without one.
 
     What ends without a word is tried once more: on a busy machine a test may not even have been loaded in its time.
     """

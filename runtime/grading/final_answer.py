@@ -396,13 +396,13 @@ def final_answer(text: str, several: bool = False) -> str | None:
 
 
 def _inside_tag(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``; None without one, or where another answer comes after it."""
+    """Return the text of the last ``<answer>...</answer>``; None without one, or if another answer comes after it."""
     after = text.rpartition("</answer>")[2]
     return None if BOX.search(after) or ANNOUNCED.search(after) else in_last_tag(text)
 
 
 def in_last_tag(text: str) -> str | None:
-    """What stands in the last ``<answer>...</answer>``; None where that is nothing."""
+    """Return the text of the last ``<answer>...</answer>``; None if it is empty."""
     head, closed, _ = text.rpartition("</answer>")
     _, opened, inside = head.rpartition("<answer>")
     return inside.strip() or None if closed and opened else None

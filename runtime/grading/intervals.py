@@ -48,11 +48,11 @@ def wilson(right: float, count: float) -> tuple[float, float]:
 def rate_interval(rates: Sequence[float], samples: int) -> tuple[float, float]:
     """Return the interval (low, high) of the mean of ``rates``: each problem's fraction of ``samples`` responses.
 
-    Responses to one problem are alike, so the count of Wilson's interval is the number of independent responses of the
-    same variance between problems (Kish's design effect; Korn and Graubard 1998). A problem of rate 0 and one of rate 1
-    are added for that count alone: where all problems agree by chance, their variance of 0 would prove everything. The
-    count is the number of problems where each has one response, or where all rates are 0 or all are 1, and at most that
-    of all responses.
+    Responses to one problem resemble each other, so the count of Wilson's interval is the number of independent
+    responses of the same variance between problems (Kish's design effect; Korn and Graubard 1998). A problem of rate 0
+    and one of rate 1 are added for that count alone: where all problems agree by chance, their variance of 0 would
+    prove everything. The count is the number of problems where each has one response, or where all rates are 0 or all
+    are 1, and at most that of all responses.
     """
     extended = np.array([*rates, 0.0, 1.0])
     middle = extended.mean()

@@ -68,7 +68,7 @@ SYMBOLS |= {"Pa": "pa", "ohm": "ohm", "eV": "ev", "mol": "mol", "F": "farad"}
 
 
 def _scaled() -> dict[str, str]:
-    """What the prefixes make of the symbols and names, where no line above has it: "kJ", "kilojoule", "MHz"."""
+    """Return the symbols and names with prefixes that no line above has: "kJ", "kilojoule", "MHz"."""
     found = {}
     for name, letter in PREFIXES.items():
         for symbol, base in SYMBOLS.items():

@@ -636,7 +636,7 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
 
 
 def new_folder(home: str, settings: dict) -> int:
-    """Make the files of a program anew: what one wrote, the next does not find. The descriptor of its output.
+    """Make new files for a program: what one wrote, the next does not find. The descriptor of its output.
 
     It is a new file system, since the program may own all of it: where the run's user is not root, both are one user.
     """

@@ -1,6 +1,6 @@
 """Worker processes that are forks of one process, which has imported what they need, and what ends them.
 
-The run holds threads, an engine and maybe a CUDA context, so it must not fork; to start each worker anew would read
+The run holds threads, an engine and maybe a CUDA context, so it must not fork; a new start of each worker would read
 files that may have been edited meanwhile, and take seconds. So a pool has a nursery: started by spawn, of one thread,
 and every worker is a fork of it. Whatever ends a worker ends what it started; so does the end of the run by SIGKILL.
 """

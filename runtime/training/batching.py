@@ -166,7 +166,7 @@ class TreeArrays:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of tokens that two responses begin with alike."""
+    """The number of leading tokens that two responses have in common."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     if not different.any():

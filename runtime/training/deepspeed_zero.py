@@ -201,7 +201,7 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
 
     DeepSpeed would otherwise compile an all-reduce for inference on CPUs, which training never calls, and load it at
-    every start, beside a lock file. A killed process leaves that file behind, and every later run waits for it forever.
+    every start, with a lock file. A killed process leaves that file behind, and every later run waits for it forever.
     """
     import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs

@@ -223,7 +223,7 @@ def logit_block(on_gpu: bool) -> int:
 
 
 def engine(args, model: Model, setting: Setting, share: float) -> dict[str, float]:
-    """The engine beside a trainer; with its KV cache vLLM fills its ``share`` of a GPU, if no other size is given."""
+    """The engine next to a trainer; with its KV cache vLLM fills its ``share`` of a GPU, if no other size is given."""
     weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
     weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
     cache = max(0, share * setting.card - weights) if setting.card > 0 else 0.5 * GIB

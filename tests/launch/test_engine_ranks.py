@@ -1,6 +1,6 @@
 """--vllm_engines for real, the last ranks of a launch only sampling: equal numbers, and how ranks end.
 
-tests/runs/test_faults.py kills either side. At the end: --engine_process, an engine in a process beside its trainer.
+tests/runs/test_faults.py kills either side. At the end: --engine_process, an engine in a process next to its trainer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = ("--total_steps", "3", "--num_mini_batches", "2", "--beta", "0.1")
 
 @pytest.fixture(scope="module")
 def in_thread(tiny, tmp_path_factory):
-    """The record of a run whose engine is a thread beside its trainer, by further arguments."""
+    """The record of a run whose engine is a thread next to its trainer, by further arguments."""
     records = {}
 
     def make(*more: str, script: str = "grpo", ranks: int = 1) -> dict:

@@ -1,6 +1,6 @@
-"""What scripts/submit.py writes, given to the engines themselves: a running Ray, SkyPilot's and Beaker's own parsers.
+"""Submissions of scripts/submit.py, read by the engines themselves: a running Ray, SkyPilot's and Beaker's own parsers.
 
-`make test-engines` installs them, beside the Slurm of tests/launch/test_slurm.py.
+`make test-engines` installs them, next to the Slurm of tests/launch/test_slurm.py.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ print(json.dumps([task.name, task.num_nodes, resources]))
 
 
 def sky_reads(tmp_path: Path, flags: str) -> list:
-    """What SkyPilot's parsers make of the specification and of the command of a submission."""
+    """Return what SkyPilot's parsers make of the specification and of the command of a submission."""
     plan = submit.render(job_of("skypilot", flags))
     path = next(name for name in plan.files if name.endswith("sky.yaml"))
     (tmp_path / "sky.yaml").write_text(plan.files[path])

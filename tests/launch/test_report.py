@@ -203,7 +203,7 @@ def test_pictures(runs, tmp_path, x, suffix):
 
 
 def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
-    """None beside numbers, and lists: --total_episodes where some runs count steps, --stop_strings."""
+    """None next to numbers, and lists: --total_episodes where some runs count steps, --stop_strings."""
     names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
     for name, episodes, stop in zip(names, (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
         shutil.copytree(name, tmp_path / name.name)

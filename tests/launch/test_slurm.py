@@ -71,7 +71,7 @@ print("X", os.environ["X"], "word", word.text, "cores", len(os.sched_getaffinity
 
 
 def edited_while_it_waits(slurm, folder, *words: str) -> str:
-    """The log of a first submission that waits while word.py is edited and the command is submitted anew, otherwise."""
+    """The log of a first submission that waits while word.py is edited and the command resubmitted with changes."""
     (folder / "says.py").write_text(SAYS)
     (folder / "word.py").write_text("text = 'old'\n")
     cores = str(os.cpu_count())

@@ -179,7 +179,7 @@ def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("backend", ["skypilot", "beaker"])
 def test_what_is_saved_outlives_the_machine(backend, tmp_path, monkeypatch, capsys):
-    """RUN_DIR lies on the first mount; without one, a restart would begin anew, and the submission says so."""
+    """RUN_DIR lies on the first mount; without one, a restart would start over, and the submission says so."""
     job = job_of(backend, EXAMPLES[backend])
     assert f"RUN_DIR=/runs/{job.run_id} " in script_of(backend, submit.render(job))[0][-1]
     monkeypatch.chdir(tmp_path)
@@ -225,7 +225,7 @@ def test_ray_would_take_the_words_of_either_rule():
 
 @pytest.mark.parametrize("backend", submit.BACKENDS)
 def test_golden(backend):
-    """The examples render to the stored files. UPDATE_GOLDEN=1 writes the files anew: read the difference."""
+    """The examples render to the stored files. UPDATE_GOLDEN=1 rewrites the files: read the difference."""
     secrets = {"HF_TOKEN": SECRET, "WANDB_API_KEY": SECRET[::-1]}
     job = job_of(backend, EXAMPLES[backend])
     plan = submit.render(job)

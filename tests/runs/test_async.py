@@ -75,7 +75,7 @@ def straight(tiny, tmp_path_factory):
 
 
 class Script:
-    """An engine's thread that answers as it is told: ``answers`` maps a kind of message to what comes back for it."""
+    """An engine's thread that answers by a table: ``answers`` maps a kind of message to what comes back for it."""
 
     def __init__(self, monkeypatch, **answers):
         self.received: list = []

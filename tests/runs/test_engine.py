@@ -355,7 +355,7 @@ def test_a_push_of_the_same_weights_changes_no_token(engine, monkeypatch, mode):
 
 
 def test_the_engine_stands_still_by_counting(engine, monkeypatch):
-    """In flight it does nothing until it is told for which batch, and stops with the step that completes that one."""
+    """In flight it does nothing until it knows for which batch, and stops with the step that completes that one."""
     push(engine, list(engine[2].state_dict().items()), 1)
     monkeypatch.setattr(engine[3], "inflight_updates", "recompute")
     steps = []

@@ -213,7 +213,7 @@ def test_nothing_leaks_from_one_response_to_another():
 @pytest.mark.parametrize("length", range(1, 9))
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_the_reward_is_on_exactly_the_last_token(length, finish):
-    """For every length up to the longest there is, whatever stands beside it and however it ended."""
+    """For every length up to the longest there is, whatever is next to it and however it ended."""
     samples = make_samples(2, 3)
     samples[2].response_ids, samples[2].finish_reason = list(range(10, 10 + length)), finish
     for i, s in enumerate(samples):

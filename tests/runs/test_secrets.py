@@ -257,7 +257,7 @@ def test_a_submission_refuses_a_secret_by_its_form(words, planted, capsys):
 
 
 def test_what_is_no_secret_stays():
-    """No flag of the scripts is taken for one, and neither are words, containers and sources that look alike."""
+    """No flag of the scripts is taken for one, and neither are words, containers and sources that look like one."""
     assert not [name for name in vars(Args()) if redaction.names_secret(name)]
     for text in (
         Args().dataset,

@@ -202,7 +202,7 @@ def test_a_missing_head_is_rejected(classifier, tmp_path, capsys):
 
 
 def test_the_last_tokens_are_read(classifier):
-    """With --reward_model_max_length texts that end alike have one score, and those that fit keep theirs."""
+    """With --reward_model_max_length texts with the same end have one score, and those that fit keep theirs."""
     whole = scorer(classifier)
     lengths = []
     for messages, response in CONVERSATIONS:

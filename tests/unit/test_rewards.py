@@ -627,7 +627,7 @@ if __name__ == "__main__":
 def test_an_edit_is_for_the_next_run(tmp_path):
     """Of the user's file, of rewards.py and of the sandbox: no sample is scored by it, whatever became of workers.
 
-    Where all of them must start anew, a run with other code than it began with ends.
+    Where all of them must start again, a run with other code than it began with ends.
     """
     for name in ("rewards.py", "runtime"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -941,7 +941,7 @@ def test_controls_are_shaped_as_the_reward_is():
 
 
 def test_the_random_control_says_nothing_of_who_was_right():
-    """The rewards of the batch, dealt out: the same each time, and over many batches right ones have no more of them.
+    """The rewards of the batch, shuffled: the same each time, and over many batches right ones have no more of them.
 
     By the true reward the difference is 1. In 400 batches of 24 its standard error is 0.01.
     """

@@ -74,7 +74,7 @@ def test_nothing_that_a_script_imports_starts_a_thread():
 
 
 def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch):
-    """The folder that --output names is replaced where it holds a part of this model, and nothing beside it."""
+    """The folder that --output names is replaced where it holds a part of this model, and nothing next to it."""
     import prepare_model
 
     (tmp_path / "run").mkdir()

@@ -148,7 +148,7 @@ the rest
 
 @pytest.mark.slow
 def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path):
-    """Each test has one line of outcome; nothing is left over, also of a run that is told to end; the page is kept.
+    """Each test has one line of outcome; nothing is left over, also of a run that is signaled to end; the page is kept.
 
     A file whose tests have ended is run again when the project has changed, or itself, not when another test has.
     """

@@ -118,7 +118,7 @@ def test_programs_without_an_algorithm_have_no_presets(capsys):
 
 
 def test_names_of_runs_and_their_folders(tmp_path):
-    """The name holds --preset and what was given beside it; parts of a run share it, another preset has another."""
+    """The name holds --preset and what was given with it; parts of a run share it, another preset has another."""
     place = ["--output_dir", str(tmp_path)]
     name = functools.partial(directory.run_name, defaults=grpo.Args())
     assert name(parse("grpo", "--preset", "verl", *place)) == "grpo__preset=verl__seed=1"
@@ -356,7 +356,7 @@ def difference(found: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
 
 
 class Variant(NamedTuple):
-    """Flags beside --preset, what says the same to the framework, the script, and what is known to differ."""
+    """Flags given with --preset, what says the same to the framework, the script, and what is known to differ."""
 
     words: tuple[str, ...] = ()
     options: dict = {}  # noqa: RUF012  # read only

@@ -280,7 +280,7 @@ CSV = {
 
 @pytest.mark.parametrize("case", CSV)
 def test_csv_cells_stay_what_the_file_says(tmp_path, case):
-    """Also where every cell of a column looks like a number or a time, which a reader of types would write anew."""
+    """Also where every cell of a column looks like a number or a time, which a reader of types would rewrite."""
     cell, text = CSV[case]
     (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f"{i},{cell}\n" for i in range(3)))
     found = everything(Args(dataset=str(tmp_path / "a.csv"), verifier="exact"))
@@ -651,7 +651,7 @@ def test_tasks_of_reasoning_gym_need_no_verifier(task, verifier):
 
 
 def test_several_evaluation_sources(tmp_path, capsys):
-    """The first ones of each, none of them trained on; a source's results are told apart by its name."""
+    """The first ones of each, none of them trained on; the name of a source separates its results."""
     for name, first in (("train", 0), ("a", 20), ("b", 28)):
         write(tmp_path / f"{name}.jsonl", rows(30 if name == "train" else 10, first=first))
     mixture = json.dumps({f"{tmp_path}/a.jsonl": 4, f"{tmp_path}/b.jsonl": 0.5})

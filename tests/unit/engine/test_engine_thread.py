@@ -269,7 +269,7 @@ def engines_of(monkeypatch):
 
 
 def test_a_trainer_without_engines_waits_for_none(engines_of):
-    """Two trainers and one engine: what it would learn of an engine, that it is there and has the weights, is told."""
+    """Two trainers and one engine: the other trainer gets what an engine reports, that it is there and has weights."""
     engines = engines_of(1)
     engines._connect = lambda: None
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
@@ -520,7 +520,7 @@ def test_an_engine_on_a_gpu_starts_without_trying_kernels(script, monkeypatch, t
 
 @SCRIPTS
 def test_an_engine_beside_a_trainer_has_a_stream_of_its_own(script, monkeypatch):
-    """Set in the engine's thread after vLLM's import, of the higher priority; not where nothing runs beside it."""
+    """Set in the engine's thread after vLLM's import, of the higher priority; not where nothing runs next to it."""
     seen = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda priority: ("stream", priority))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: seen.append((stream, threading.current_thread().name)))
@@ -566,7 +566,7 @@ print(found[0] / found[1])
 
 
 def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
-    """100 calls that leave Python's lock for 0.1 ms, beside a thread that computes: as an engine beside the trainer.
+    """100 calls that leave Python's lock for 0.1 ms, next to a thread that computes: as an engine next to the trainer.
 
     With Python's own interval of 5 ms they take several times as long as with the one that a run sets.
     """

@@ -65,7 +65,7 @@ def test_a_decoder_inside_another_model_is_private_too():
 
 
 def change_settings() -> None:
-    """What vLLM does to settings, and more."""
+    """Change the settings that vLLM changes, and more."""
     torch.set_float32_matmul_precision("medium")
     torch.set_default_dtype(torch.bfloat16)
     torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
@@ -78,7 +78,7 @@ def change_settings() -> None:
 
 
 def settings() -> dict:
-    """What ``change_settings`` changes, and the state of the random generator."""
+    """Return what ``change_settings`` changes, and the state of the random generator."""
     return {
         "precision": torch.get_float32_matmul_precision(),
         "dtype": torch.get_default_dtype(),

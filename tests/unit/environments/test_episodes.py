@@ -1,4 +1,4 @@
-"""Episodes with real processes and no engine: what a tool may do, when its answer is taken, what is told."""
+"""Episodes with real processes and no engine: what a tool may do, when its answer is taken, what the model gets."""
 
 from __future__ import annotations
 
@@ -569,7 +569,7 @@ def test_a_process_that_was_stopped_with_the_run_gets_its_time(player):
 
 
 def test_a_call_is_measured_in_its_own_process(player):
-    """What took too long is a time-out although its answer lies there: whether the thread was away decides nothing."""
+    """A call that took too long is a time-out although its answer lies there, also where the thread was away."""
     one = player("Late", call_timeout=0.3)
     episode = one.begin(seconds=0.6)
     one.says(episode, "1")

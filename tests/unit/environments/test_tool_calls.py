@@ -161,7 +161,7 @@ def test_an_argument_without_quotes_is_what_its_schema_says():
 
 @pytest.mark.parametrize("parser", sorted(PARSERS))
 def test_no_text_takes_long(parser):
-    """What nests or repeats is read in less than a second; a call is a Call, whatever the text."""
+    """A text that nests or repeats is read in less than a second; a call is a Call, whatever the text."""
     pieces = [
         "<tool_call>",
         "{",

@@ -104,7 +104,7 @@ def gradient(model, loss: torch.Tensor) -> torch.Tensor:
 @LAYOUTS
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_gradient_is_that_of_the_model_s_tokens_in_their_context(episodes, layout, ranks, tiny_model):
-    """However rows are laid out, cut and dealt."""
+    """However rows are laid out, cut and split."""
     weights_N = torch.rand(batching.token_offsets(episodes)[-1], generator=torch.Generator().manual_seed(0))
     expected = gradient(tiny_model, plain_loss(tiny_model, episodes, weights_N))
     policy = utils.TokenLogprobs(tiny_model, 1.0, chunk=7)

@@ -69,7 +69,7 @@ def weights(args, script: str) -> str:
 
 
 def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
-    """The copy trains beside the original; edited again it is not finished, and trains by a name."""
+    """The copy trains next to the original; edited again it is not finished, and trains by a name."""
     changes = {"learning_rate": 1e-3, "eval_prompts": 0}
     original = tiny_args(tiny, tmp_path / "runs", **changes)
     assert len(run_here(original)) == 2

@@ -90,7 +90,7 @@ def test_few_problems_that_do_not_change_prove_nothing():
 
 
 def written(folder: Path, *evaluations: dict) -> dict | None:
-    """What verdict.py makes of evaluations after steps 0 and 2: (right of each problem, reward of each problem)."""
+    """Return verdict.py's view of evaluations after steps 0 and 2: (right of each problem, reward of each problem)."""
     folder.mkdir(exist_ok=True)
     lines = [{"step": step, "eval/samples": 4} | more for step, more in zip((0, 2), evaluations, strict=True)]
     (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

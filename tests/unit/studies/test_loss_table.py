@@ -602,7 +602,7 @@ def std_factor(p: float, n: int) -> float:
 
 
 def test_centered_advantages_shrink_the_gradient_by_the_group_size():
-    """By 1 - 1/G, for both prompts alike; leave-one-out does not."""
+    """By 1 - 1/G, for both prompts; leave-one-out does not."""
     world, policies = place("fresh", 2)
     assert loss_table.recipe_row("centered", world, policies).size == pytest.approx(1 - 1 / 4, rel=1e-6)
     assert loss_table.recipe_row("constant", world, policies).bias < 1e-6

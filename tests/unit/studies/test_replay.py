@@ -498,7 +498,7 @@ def shortened(batch: replay.RunBatch) -> replay.RunBatch:
 
 @pytest.fixture(scope="module")
 def moved(finished, tiny):
-    """(replay after two more optimizer steps, base, the independent computation, directions and the values beside)."""
+    """(replay after two more optimizer steps, base, the independent computation, directions and their values)."""
     folder = folder_of(finished)
     shorter = shortened(replay.read_batch(batch_folder(finished, 3)))
     base = replay.run_setting(folder, shorter)
@@ -616,7 +616,7 @@ TRUNCATED = {"mask_truncated_completions": True, "max_response_length": 24, "ign
     ids=["critic_warmup", "truncated", "truncated, no critic"],
 )
 def test_steps_on_a_batch_of_ppo_are_those_of_the_run(tiny, tmp_path, changes, step):
-    """Its rate is counted from the end of --critic_warmup, and with a critic the prompts of all samples are dealt.
+    """Its rate is counted from the end of --critic_warmup, and with a critic the prompts of all samples are split.
 
     The step is the first in which the policy learns, so that its moments are fresh.
     """
@@ -702,7 +702,7 @@ def gradients_of_the_kl(batch, base) -> list[torch.Tensor]:
 
 
 def test_angles_and_norms_of_the_kl_are_those_of_its_gradients(single):
-    """The chosen setting, the unbiased one beside it, and the exact one of the KL over the vocabulary."""
+    """The chosen setting, the unbiased one next to it, and the exact one of the KL over the vocabulary."""
     chosen, unbiased, exact = gradients_of_the_kl(*opened(single, 3))
     found = compared(single, [["kl_gradient=unbiased"]])
     angle = torch.cosine_similarity(chosen, unbiased, dim=0).item()
@@ -784,7 +784,7 @@ def test_flags_of_one_set_are_combined_and_each_set_begins_anew(finished):
 
 
 def test_a_flag_that_the_script_has_lost_is_named(finished, tmp_path, capsys):
-    """An edited script may have deleted a flag since the run: the batch is replayed without it, and one is told."""
+    """An edited script may have deleted a flag since the run: the batch is replayed without it, with a message."""
     folder = tmp_path / "run"
     shutil.copytree(folder_of(finished), folder)
     config = json.loads((folder / "config.json").read_text())

@@ -900,7 +900,7 @@ def test_a_long_answer_is_not_read():
 
 
 def test_the_session_keyring_is_left():
-    """Beside the filter: a key of the session is not found after ``new_keyring``."""
+    """In addition to the filter: a key of the session is not found after ``new_keyring``."""
     if os.uname().machine not in sandbox.ARCHITECTURES:
         pytest.skip(f"the numbers of the system calls of {os.uname().machine} are not known")
     calls = sandbox.refused_calls()

@@ -96,7 +96,7 @@ def test_layouts_equal_plain_forward_passes(tiny_model, samples, layout, norm):
 
 @pytest.mark.parametrize("layout", ["shared", "padded", "packed"])
 def test_what_responses_begin_with_is_computed_once(tiny_model, layout):
-    """Words of two letters: samples that are equal, that begin alike, that are the beginning of another."""
+    """Words of two letters: samples that are equal, that have the same start, that are the beginning of another."""
     samples, letters = make_samples(3, 8), random.Random(5)
     for s in samples:
         s.response_ids = np.array([letters.choice((5, 9)) for _ in range(letters.randrange(1, 7))], dtype=np.int32)
@@ -451,7 +451,7 @@ def test_every_response_token_and_nothing_else_is_trained(samples):
 
 @pytest.mark.parametrize("pads", [0, 5, 50])
 def test_padding_is_invisible(tiny_model, pads):
-    """The same row alone and beside a longer one."""
+    """The same row alone and next to a longer one."""
     short, long = make_samples(2, 1)
     long.response_ids = np.random.default_rng(0).integers(3, 300, len(short.prompt_ids) + pads, dtype=np.int32)
     policy = utils.TokenLogprobs(tiny_model, 1.0, 1000)

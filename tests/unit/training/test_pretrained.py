@@ -35,7 +35,7 @@ def load(folder: Path, tmp_path: Path, *rest, **changes):
 
 
 def refusal(capsys, call, *rest, **named) -> str:
-    """What a call that exits with code 2 prints."""
+    """Return what a call prints that exits with code 2."""
     with pytest.raises(SystemExit) as end:
         call(*rest, **named)
     assert end.value.code == 2
