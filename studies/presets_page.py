@@ -72,17 +72,17 @@ PAGE = """# Presets: learn as another framework does
 
 `python grpo.py --preset verl` (`trl`, `openrlhf`, `areal`, `open-instruct`; ppo.py: `verl`, `areal`, `tinyzero`) sets
 the flags below to what that framework does by default: advantages and their epsilon, aggregation of the loss, clips,
-where the KL enters and how, truncation, reward shaping, the optimizer and its schedule. Flags given beside it win, in
+where the KL enters and how, truncation, reward shaping, the optimizer and its schedule. Flags given with it win, in
 any order, and also when they say what is our default. A flag to which a copy or variant has given a default of its own
 (`loss_norm` of gspo) stays as it is. Sizes (prompts, samples per prompt, lengths) are not set. The start of the run
 prints what a preset changed, what it left alone, what was given instead, and what is different there all the same. The
 name of the run and `config.json` (`preset`) record it.
 
 This page is made from `runtime/arguments/presets.toml` (`python studies/presets_page.py`). `test_presets.py`
-installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, reads every default again where the
-table says it stands, calls their own functions on the same tensors (random numbers, equal and almost equal scores,
-responses of one token, ragged lengths, all truncated, ratios far out), and finds advantages, losses and gradients equal
-to 1e-6. For open-instruct and TinyZero, tests/golden/presets.json has what their functions gave at the commits named.
+installs the wheels of verl, TRL, OpenRLHF and AReaL without their dependencies, and reads every default again where the
+table says it stands. It calls their own functions on the same tensors (random numbers, equal and almost equal scores,
+responses of one token, ragged lengths, all truncated, ratios far out). Advantages, losses and gradients are equal to
+1e-6. For open-instruct and TinyZero, tests/golden/presets.json has what their functions gave at the commits named.
 Each size in a table of differences is measured by a test, unless it says otherwise: the largest relative difference of
 a number, or of a gradient in units of its mean size.
 """
