@@ -39,6 +39,11 @@ def test_a_planted_text_is_found(count, tmp_path):
     assert found[count][0][0] == PLANTED[count][0]
 
 
+def test_a_list_of_code_names_is_not_a_long_sentence(tmp_path):
+    folder = project(tmp_path, "docs/run.md", f"* Not here: {', '.join(['`name`'] * 50)}\n")
+    assert prose.find(folder)["long sentences"] == []
+
+
 @pytest.mark.slow
 def test_the_project_is_within_its_limits():
     assert {n: len(places) for n, places in prose.find().items() if len(places) > prose.LIMITS[n]} == {}
