@@ -1,6 +1,6 @@
 """Flags that all scripts share, their parser, and numbers computed from them, such as the total steps.
 
-It imports no torch, so an invalid flag ends a run within two seconds. The checks of the flags are in checks.py.
+This module imports no torch, so an invalid flag ends a run within two seconds. checks.py has the checks of flags.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRESENTATION = (
     "keep_checkpoints",
     "resume",
 )
-# 2. Arguments for memory and speed, and limits that only end a run. Results stay the same, at most up to rounding.
+# 2. Arguments for memory and speed, and limits that only end a run. Results stay the same, up to rounding.
 RESOURCES = (
     "micro_batch_tokens",
     "gradient_checkpointing",
@@ -75,15 +75,15 @@ class RunFlags:
     save_every: int = 0
     """Write a checkpoint every N steps. 0 disables."""
     save_minutes: float = 30.0
-    """Also write a checkpoint after a step if the last one is older than this many minutes. 0 disables."""
+    """Also write a checkpoint after a step if the last checkpoint is older than this many minutes. 0 disables."""
     keep_checkpoints: int = 2
     """Number of recent checkpoints to keep, in addition to the one with the best evaluation. 0 keeps all."""
     resume: str = "auto"
-    """auto: resume from the newest intact checkpoint of this run if its code is unchanged. never: do not resume. PATH:
+    """auto: resume from the newest intact checkpoint of this run if the code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
     """End the run if no rank makes progress for this many seconds. An engine that sends nothing for that long is
-    restarted, at most twice; if that is not possible, the run ends. 0 disables."""
+    restarted, at most twice; if it cannot be restarted, the run ends. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, which scripts/submit.py
     sets; without it, the folder "runs"."""
@@ -92,7 +92,7 @@ class RunFlags:
     overwrite: bool = False
     """Delete an existing run of the same name and start again."""
     dry_run: bool = False
-    """Check all settings, print sizes and the first prompt, and stop before the model is loaded."""
+    """Check all settings, print batch sizes, first prompt and KL gradient, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
     uses the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
@@ -115,7 +115,7 @@ class RunFlags:
     CPUs bfloat16 if a test at the start finds it more than 1.4 times as fast as float32, else float32. float16 needs a
     GPU and uses loss scaling."""
     attn_implementation: str = "auto"
-    """Attention kernel: a name in transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch's, for
+    """Attention kernel: a name in transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch's for
     packed rows) or grouped (eager with one matrix product per KV head). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Training is about a third slower and needs much less memory."""
@@ -135,7 +135,7 @@ class RunFlags:
     """System message before every prompt; "" for none. Default: the built-in one of the dataset, if it has one."""
     chat_template: str | None = None
     """Chat template: path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none. Default: that of
-    the tokenizer. A JSON object sets its variables, e.g. {"enable_thinking": false} for Qwen3."""
+    the tokenizer. A JSON object sets variables of the template, e.g. {"enable_thinking": false} for Qwen3."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, including the chat template."""
     overlong_prompts: Literal["error", "drop", "left", "right"] = "error"
@@ -147,18 +147,18 @@ class RunFlags:
     dynamic_sampling_rounds: int = 0
     """Replace zero-variance groups by new prompts, up to this many times per step (DAPO). 0 disables."""
     dataset_filter: tuple[float, float] | None = None
-    """SHARE THRESHOLD: after each epoch, drop problems with a pass rate of at least THRESHOLD, highest first, but at
-    most a fraction SHARE of those still in use, e.g. 0.1 1. Default: off."""
+    """SHARE THRESHOLD, e.g. 0.1 1: after each epoch, drop the problems with the highest pass rates, if at least
+    THRESHOLD, but never more than the fraction SHARE of the problems still in use. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
     """Name of a verifier (docs/data_and_rewards.md), or path/to/file.py:function, called as function(response,
     ground_truth, row); separate several by commas. Default: chosen by the data's columns."""
     verifier_key: str | None = None
-    """Column that names each row's verifiers; --verifier applies to rows where it is empty."""
+    """Column that names each row's verifiers; --verifier applies to rows where the column is empty."""
     reward_weights: tuple[str, ...] = ()
-    """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). With NAME=gate, the other rewards count
-    only if the reward NAME is 1."""
+    """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). With NAME=gate, all other rewards
+    count only if the reward NAME is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Control run to see how much is gained without the true reward: train on another one, evaluate with the true one.
     random: permute rewards within a step. format: use only the verifier's format part. shuffled: use another problem's
@@ -167,14 +167,14 @@ class RunFlags:
     """Timeout in seconds of each call of a verifier, tool or environment. A call that takes longer is killed. The score
     of a verifier is then 0, and the model sees an error message in place of the output of a tool or environment."""
     check_verifier_status: bool = False
-    """Stop with an error if no score of a step is above 0, which usually means a broken verifier or prompt."""
+    """Stop with an error if no score in a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
     """If the kernel has no namespaces for the sandbox, run responses' code without it, with resource limits only."""
     reward_model_name_or_path: str | None = None
     """Reward model: a sequence classifier with one output (local folder, hub id, or ID@REVISION). Its score times its
-    weight (--reward_weights) is added to that of the verifiers."""
+    weight (--reward_weights) is added to the score of the verifiers."""
     reward_model_max_length: int | None = None
-    """Number of last tokens of a conversation that the reward model reads. Default: the reward model's own limit."""
+    """The reward model reads at most this many tokens, from the end of a conversation. Default: its own limit."""
     reward_scaling: float = 1.0
     """Multiply the score by this: reward = (score - reward_bias) * reward_scaling, before penalties and clipping."""
     reward_bias: float = 0.0
