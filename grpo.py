@@ -7,18 +7,18 @@ advantage of a response is its reward compared with the rewards of its group. De
 
 * vLLM samples in a thread of this process and returns token ids, not text. Training uses exactly these ids.
 * The samples of a group share a row, so their prompt is computed once (``--batch_layout``). Results do not change.
-* A token's weight in the loss comes from the token and sample counts of a whole optimizer step, over all ranks
+* A token's weight in the loss comes from the token and sample counts of an entire optimizer step, over all ranks
   (``--loss_norm``). Neither micro-batches, nor padding, nor the number of ranks changes a gradient.
-* With one optimizer step per batch, old log-probs need no pass: the ratio is 1, and its gradient is that of log pi.
-* By default there is no KL, and no reference model is loaded (``--beta 0``). For a KL you choose the estimator, its
+* With one optimizer step per batch, the ratio needs no separate old log-probs: it is 1, with the gradient of log pi.
+* By default there is no KL, and no reference model is loaded (``--beta 0``). To add a KL, choose its estimator, its
   gradient, and its place: the loss, the reward, or both. docs/kl.md describes what each combination does.
-* With several turns (``--environment``), a sample is the sequence of all its turns. Only tokens of the model are
-  response tokens. Tokens of the environment are context, and enter no loss, KL, ratio or mean.
+* With several turns (``--environment``), a sample is the sequence of all turns. Only the model's tokens are
+  response tokens. The environment's tokens are context, and enter no loss, KL, ratio or mean.
 * Not included: a critic (see ppo.py) and tensor-parallel training.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, N response tokens of a step, T response
-tokens of a micro-batch, E engines. Arrays that micro-batches index, such as ``old_N``, have length N + 1. The last slot
-is for empty micro-batches, which a rank runs to make as many passes as the others.
+tokens of a micro-batch, E engines. Arrays indexed by a micro-batch, such as ``old_N``, have length N + 1. The last slot
+is for empty micro-batches: a rank with fewer micro-batches than another adds them to make equally many passes.
 
     CPU, two cores       python grpo.py
     one GPU              python grpo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
@@ -77,11 +77,11 @@ class Args(flags.RunFlags):
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
     """Advantage of a reward r in its group. standard: (r - mean) / (std + advantage_eps). centered: r - mean (Dr.
-    GRPO). leave_one_out: r - mean of the others (RLOO)."""
+    GRPO). leave_one_out: r - mean of the group's other rewards (RLOO)."""
     advantage_eps: float = 1e-6
     """Number added to the standard deviation by which the advantage is divided."""
     filter_zero_std_samples: bool = False
-    """Exclude zero-variance groups from the loss and its normalization (DAPO)."""
+    """Exclude groups of equal rewards (zero variance) from the loss and its normalization (DAPO)."""
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the loss and its normalization, but not from the group's statistics (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
@@ -92,16 +92,16 @@ class Args(flags.RunFlags):
     clip_higher: float = 0.2
     """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
-    """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
+    """Dual clip, e.g. 3: if a token's advantage is negative, limit its loss to this times |advantage|. Default: off."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, computed from every token's full distribution."""
+    """Coefficient of the entropy bonus. The entropy of a token is that of its full distribution."""
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss and KL by trainer/sampler probability, at most this cap. 0 disables. Default: 2 with
-    --async_steps unless --importance_sampling_mask is set; otherwise off."""
+    """Multiply a token's loss and KL by the ratio of its probabilities, trainer/sampler, but at most by this cap. 0
+    disables. Default: 2 with --async_steps unless --importance_sampling_mask is set; otherwise off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH, e.g. 0.5 5 (IcePop): weight a token's loss and KL by trainer/sampler probability, 0 if out of range."""
+    """LOW HIGH, e.g. 0.5 5 (IcePop): multiply a token's loss and KL by trainer/sampler probability, or by 0 outside."""
 
     # ---- KL
     beta: float = 0.0
@@ -120,12 +120,12 @@ class Args(flags.RunFlags):
     kl_reward_norm: Literal["after_norm", "before_norm"] = "after_norm"
     """Subtract the KL in the reward from normalized advantages (after_norm) or from the raw rewards (before_norm)."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the coefficient of the KL in the reward, or else in the loss, so that this KL stays near
+    """TARGET [HORIZON]: adapt the KL coefficient (in the reward if there is one, else in the loss) to keep that KL near
     TARGET nats per token. A larger HORIZON (in sequences, default 10000) adapts more slowly. Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
-    """FREQ ALPHA: every FREQ steps, set reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
+    """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- optimizer
     learning_rate: float = 3e-5
@@ -199,7 +199,7 @@ def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> 
     """Return the advantages [P, G] of rewards [P, G], in fp64. They are exactly 0 if a group's rewards are all equal.
 
     standard: (r - mean) / (std + eps), std with Bessel's correction; centered: r - mean (Dr. GRPO, arXiv 2503.20783);
-    leave_one_out: r - mean of the others = (r - mean) G / (G - 1) (RLOO, arXiv 2402.14740).
+    leave_one_out: r - mean of the other rewards = (r - mean) G / (G - 1) (RLOO, arXiv 2402.14740).
     """
     group = rewards_PG.shape[1]
     centered_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
@@ -207,7 +207,7 @@ def group_advantages(rewards_PG: torch.Tensor, kind: str, eps: float = 1e-6) -> 
         centered_PG = centered_PG / (rewards_PG.std(1, keepdim=True) + eps)
     elif kind == "leave_one_out":
         centered_PG = centered_PG * group / (group - 1)
-    # Rounding leaves a residue in the mean of equal rewards, and the division would blow it up.
+    # Rounding can make the mean of equal rewards differ from them, and the division would enlarge this difference.
     equal_P1 = equal_rewards(rewards_PG.amin(1, keepdim=True), rewards_PG.amax(1, keepdim=True))
     return centered_PG.masked_fill(equal_P1, 0.0)
 
@@ -236,14 +236,14 @@ def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch
 
 
 def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside."""
+    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside of it."""
     return x.clamp(low, high).detach() + x - x.detach()
 
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
     """Return the ratio old / sampler of each token, capped and masked by the flags (1 if both are off), [T], detached.
 
-    The sampler is the engine that drew the tokens. It may have older weights than ``old_T``, and has other kernels.
+    The sampler is the engine, whose weights may be older than those of ``old_T``, and whose kernels are different.
     """
     cap = args.truncated_importance_sampling_ratio_cap
     mask = args.importance_sampling_mask
@@ -271,7 +271,7 @@ class Tokens:
 
 
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of each response token before weighting, and its pieces for the log; all are [T] in fp32.
+    """Return the loss of each response token before weighting, and the pieces to be logged; all are [T] in fp32.
 
     ``beta``: coefficient of the KL in the loss. The mean of each piece that you add is logged as policy/NAME.
     """
@@ -284,12 +284,12 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
     # Only terms of the sampled token get the importance weight. Entropy and full KL sum over the vocabulary: a weight
-    # would only add noise to them, and shrink them where it is truncated.
+    # would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
 
-    # KL in the loss. The gradients noted below are those of "naive". Samples are fresh if policy = old (docs/kl.md).
+    # KL in the loss. Gradients noted below are those of --kl_gradient naive; samples are fresh if policy = old.
     kl_T = torch.zeros_like(loss_T)
     if beta > 0:
         d_T = t.logprobs_T - t.ref_T
@@ -301,7 +301,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
             case "k3" | "kl3" | "low_var_kl":  # expected gradient on fresh samples: that of KL(reference || policy)
                 bounded_T = clamp_straight_through(d_T, -20, math.inf)
                 kl_T = torch.expm1(-bounded_T) + bounded_T
-            case "k4" | "kl4":  # expected gradient, also on stale samples: that of KL(policy || reference)
+            case "k4" | "kl4":  # expected gradient on fresh and stale samples: that of KL(policy || reference)
                 live_ratio_T = clamp_straight_through(t.logprobs_T - t.old_T, -20, 20).exp()
                 kl_T = live_ratio_T * d_T
             case "abs":  # expected gradient on fresh samples: twice that of the total variation
@@ -329,13 +329,13 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
          ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    The thread reads messages at set points: after each complete batch or, with --inflight_updates, after the engine
-    step that completes the batch named by the last "until". These points depend on finished requests, not on time, so a
-    run can be repeated. Only with both --inflight_updates and --vllm_engines are messages read as they arrive.
-    While responses of several turns (--environment) wait for their tools, the engine computes the others.
+    The thread computes until the batch named by the last "until" is complete, and only then reads messages again (with
+    --inflight_updates off, "generate" also acts as "until"). Finished requests decide when messages are read, not time,
+    so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
+    While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """
     episodes = Episodes(args)
-    never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
+    reads_at_once = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
         with process.without_collections(), isolation.kept_apart():
@@ -350,12 +350,12 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         until = None
         outbox.put(("ready",))
         while True:
-            while (left.total() == 0 or not inbox.empty()) if never_still else left[until] == 0:
+            while (left.total() == 0 or not inbox.empty()) if reads_at_once else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # allocate the weights now, the KV cache after the push, which needs memory as well
+                        if asleep:  # allocate only the weights: the push needs memory too, so the KV cache waits for it
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -426,7 +426,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
         generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
-        # Off with in-flight updates: tokens of the current engine step would get the version of the new weights.
+        # Off with in-flight updates, or tokens of the current engine step would get the version of the new weights.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -445,7 +445,7 @@ def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> E
         **sampling,
         seed=seed,
         stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
-        logprobs=0,  # only that of the sampled token
+        logprobs=0,  # only the log-prob of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling["stop"]),
         include_stop_str_in_output=True,
@@ -459,7 +459,7 @@ def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> E
 
 
 def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
-    """Run phases 2 to 4 of a requested batch. Returns the scored samples of all ranks, by prompt and sample number."""
+    """Run phases 2 to 4 of a requested batch. Returns all ranks' scored samples, sorted by prompt and sample number."""
     if batch.samples is None:
         with clock("generate"):
             for own, sample in engine.arrivals(batch):
@@ -479,10 +479,10 @@ def select(
     args: Args,
 ) -> tuple[list[Sample], dict]:
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
-    zero-variance groups by new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
+    zero-variance groups by groups of new prompts, also in ``batch.problems`` (--dynamic_sampling_rounds).
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
-        raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
+        raise RuntimeError("--check_verifier_status: no score in this step is above 0; see --verifier and the prompt")
     group = args.num_samples_per_prompt_rollout
     source = queue.source
     source.record(batch.chosen, batch.samples)
@@ -527,11 +527,11 @@ def evaluate(
 
 @watchdog.ends_all_ranks
 def main(args: Args, ready: Ready | None) -> None:
-    """Train. ``ready``: data and folder, from ``preflight``; None on a rank of --vllm_engines, which only samples."""
+    """Train. ``ready``: data and folder from ``preflight``, or None on a rank of --vllm_engines, which only samples."""
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
-    run = utils.setup_run(args, ready)  # prints sizes and the expected gradient of the KL setting
+    run = utils.setup_run(args, ready)  # prints batch sizes, the first prompt, and the expected KL gradient
     if args.dry_run:
         return
     device = run.device
@@ -543,7 +543,7 @@ def main(args: Args, ready: Ready | None) -> None:
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
-    # Build the engine before the models below: it measures free memory, and changes settings of torch as it starts.
+    # Build the engine before the models below: it measures free memory as it starts.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
     set_seed(args.seed + run.rank)
@@ -556,7 +556,7 @@ def main(args: Args, ready: Ready | None) -> None:
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
-    skips = SimpleNamespace(policy=0)  # consecutive optimizer steps that were not applied
+    skips = SimpleNamespace(policy=0)  # number of consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     clock = utils.Phases(args, engine, reference, [policy], device)
     log = utils.open_log(args, run)
@@ -591,7 +591,7 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # Which samples take part. in_loss: counted in the loss's normalization. with_gradient: computed in the update.
         # With no reference and no entropy bonus, groups of equal rewards have gradient 0 and are not computed. If a
-        # mini-batch has only such groups, one sample is computed anyway, because AdamW's momentum still moves weights.
+        # mini-batch has only such groups, one sample is computed anyway, so that AdamW still steps (it has momentum).
         zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
@@ -602,8 +602,8 @@ def main(args: Args, ready: Ready | None) -> None:
         if reference is None and args.entropy_coef == 0:
             with_gradient = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
 
-        # 5 log-probs: the reference's if there is one; old ones if there are several optimizer steps or a reward KL
-        first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # those that may be computed anyway
+        # 5 log-probs: the reference's if there is one; old ones for several optimizer steps or a KL in the reward
+        first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # any may be mini_in_loss[:1] below
         known = sorted({*with_gradient, *first_of_groups.values()})
         if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):
             known = list(range(len(samples)))  # controller and group statistics need the KL of every response

@@ -15,8 +15,9 @@ grpo.py with a critic: ``diff grpo.py ppo.py`` shows only the code that the crit
 * Not included: everything that grpo.py does not include, and GRPO's advantages.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, B samples of a step, N response tokens
-of a step, T response tokens of a micro-batch, E engines. Arrays that micro-batches index, such as ``old_N``, have
-length N + 1. The last slot is for empty micro-batches, which a rank runs to make as many passes as the others.
+of a step, T response tokens of a micro-batch, E engines. Arrays indexed by a micro-batch, such as ``old_N``, have
+length N + 1. The last slot is for empty micro-batches: a rank with fewer micro-batches than another adds them to make
+equally many passes.
 
     CPU, two cores       python ppo.py
     one GPU              python ppo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 \\
@@ -78,7 +79,7 @@ class Args(flags.RunFlags):
 
     # ---- algorithm
     filter_zero_std_samples: bool = False
-    """Exclude zero-variance groups from the loss and its normalization (DAPO)."""
+    """Exclude groups of equal rewards (zero variance) from the loss and its normalization (DAPO)."""
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the policy's loss and its normalization (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
@@ -89,16 +90,16 @@ class Args(flags.RunFlags):
     clip_higher: float = 0.2
     """Clip the probability ratio at 1 + clip_higher from above. DAPO uses 0.28."""
     clip_ratio_c: float | None = None
-    """Dual clip: bound the loss of tokens with a negative advantage by this times |advantage|, e.g. 3. Default: off."""
+    """Dual clip, e.g. 3: if a token's advantage is negative, limit its loss to this times |advantage|. Default: off."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, computed from every token's full distribution."""
+    """Coefficient of the entropy bonus. The entropy of a token is that of its full distribution."""
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Weight a token's loss and KL by trainer/sampler probability, at most this cap. 0 disables. Default: 2 with
-    --async_steps unless --importance_sampling_mask is set; otherwise off."""
+    """Multiply a token's loss and KL by the ratio of its probabilities, trainer/sampler, but at most by this cap. 0
+    disables. Default: 2 with --async_steps unless --importance_sampling_mask is set; otherwise off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH, e.g. 0.5 5 (IcePop): weight a token's loss and KL by trainer/sampler probability, 0 if out of range."""
+    """LOW HIGH, e.g. 0.5 5 (IcePop): multiply a token's loss and KL by trainer/sampler probability, or by 0 outside."""
 
     # ---- KL
     beta: float = 0.0
@@ -115,12 +116,12 @@ class Args(flags.RunFlags):
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_target: tuple[float] | tuple[float, float] | None = None
-    """TARGET [HORIZON]: adapt the coefficient of the KL in the reward, or else in the loss, so that this KL stays near
+    """TARGET [HORIZON]: adapt the KL coefficient (in the reward if there is one, else in the loss) to keep that KL near
     TARGET nats per token. A larger HORIZON (in sequences, default 10000) adapts more slowly. Default: off."""
     load_ref_policy: bool = False
     """Load the reference model and log the KL even if all coefficients are 0."""
     ref_policy_update: tuple[int, float] | None = None
-    """FREQ ALPHA: every FREQ steps, set reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
+    """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- critic
     disable_value: bool = False
@@ -132,8 +133,8 @@ class Args(flags.RunFlags):
     bootstrap_truncated: bool = False
     """Use the critic's value of a truncated response's last state as its future reward. Off: 0, as after EOS."""
     adv_norm: Literal["batch", "group", "none"] = "batch"
-    """Whiten advantages over all tokens of the step (batch), of each prompt (group), or not (none). Truncated responses
-    are included."""
+    """Whitening of advantages. batch: over all tokens of the step. group: over the tokens of each prompt's responses.
+    none: no whitening. Truncated responses are included."""
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
@@ -144,7 +145,7 @@ class Args(flags.RunFlags):
     critic_warmup: int = 0
     """Number of steps at the start that train only the critic."""
     value_norm: Literal["none", "running", "exp"] = "none"
-    """Train the critic on (return - mean) / std, from all returns so far (running) or from moving averages (exp)."""
+    """Train the critic on (return - mean) / std. running: mean and std of all returns so far. exp: moving averages."""
     value_norm_beta: float = 0.99995
     """Decay of the moving averages per step (--value_norm exp)."""
     value_norm_eps: float = 1e-5
@@ -317,14 +318,14 @@ def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch
 
 
 def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside."""
+    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside of it."""
     return x.clamp(low, high).detach() + x - x.detach()
 
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, args: Args) -> torch.Tensor:
     """Return the ratio old / sampler of each token, capped and masked by the flags (1 if both are off), [T], detached.
 
-    The sampler is the engine that drew the tokens. It may have older weights than ``old_T``, and has other kernels.
+    The sampler is the engine, whose weights may be older than those of ``old_T``, and whose kernels are different.
     """
     cap = args.truncated_importance_sampling_ratio_cap
     mask = args.importance_sampling_mask
@@ -352,7 +353,7 @@ class Tokens:
 
 
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of each response token before weighting, and its pieces for the log; all are [T] in fp32.
+    """Return the loss of each response token before weighting, and the pieces to be logged; all are [T] in fp32.
 
     ``beta``: coefficient of the KL in the loss. The mean of each piece that you add is logged as policy/NAME.
     """
@@ -365,12 +366,12 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
     # Only terms of the sampled token get the importance weight. Entropy and full KL sum over the vocabulary: a weight
-    # would only add noise to them, and shrink them where it is truncated.
+    # would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
 
-    # KL in the loss. The gradients noted below are those of "naive". Samples are fresh if policy = old (docs/kl.md).
+    # KL in the loss. Gradients noted below are those of --kl_gradient naive; samples are fresh if policy = old.
     kl_T = torch.zeros_like(loss_T)
     if beta > 0:
         d_T = t.logprobs_T - t.ref_T
@@ -382,7 +383,7 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
             case "k3" | "kl3" | "low_var_kl":  # expected gradient on fresh samples: that of KL(reference || policy)
                 bounded_T = clamp_straight_through(d_T, -20, math.inf)
                 kl_T = torch.expm1(-bounded_T) + bounded_T
-            case "k4" | "kl4":  # expected gradient, also on stale samples: that of KL(policy || reference)
+            case "k4" | "kl4":  # expected gradient on fresh and stale samples: that of KL(policy || reference)
                 live_ratio_T = clamp_straight_through(t.logprobs_T - t.old_T, -20, 20).exp()
                 kl_T = live_ratio_T * d_T
             case "abs":  # expected gradient on fresh samples: twice that of the total variation
@@ -532,7 +533,7 @@ class ValueNormalizer:
         self.second = 0.0
 
     def update(self, returns: torch.Tensor) -> None:
-        """Add the returns [n] of a step if all are finite. Denormalize the critic's outputs of that step before."""
+        """Add the returns [n] of a step if all are finite. Denormalize the critic's outputs of that step first."""
         if self.kind == "none" or not returns.isfinite().all():
             return
         keep = self.beta if self.kind == "exp" else 1.0
@@ -563,13 +564,13 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
          ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    The thread reads messages at set points: after each complete batch or, with --inflight_updates, after the engine
-    step that completes the batch named by the last "until". These points depend on finished requests, not on time, so a
-    run can be repeated. Only with both --inflight_updates and --vllm_engines are messages read as they arrive.
-    While responses of several turns (--environment) wait for their tools, the engine computes the others.
+    The thread computes until the batch named by the last "until" is complete, and only then reads messages again (with
+    --inflight_updates off, "generate" also acts as "until"). Finished requests decide when messages are read, not time,
+    so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
+    While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """
     episodes = Episodes(args)
-    never_still = args.vllm_engines > 0 and args.inflight_updates != "off"
+    reads_at_once = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
         with process.without_collections(), isolation.kept_apart():
@@ -584,12 +585,12 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         until = None
         outbox.put(("ready",))
         while True:
-            while (left.total() == 0 or not inbox.empty()) if never_still else left[until] == 0:
+            while (left.total() == 0 or not inbox.empty()) if reads_at_once else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # allocate the weights now, the KV cache after the push, which needs memory as well
+                        if asleep:  # allocate only the weights: the push needs memory too, so the KV cache waits for it
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -660,7 +661,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
         generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
-        # Off with in-flight updates: tokens of the current engine step would get the version of the new weights.
+        # Off with in-flight updates, or tokens of the current engine step would get the version of the new weights.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -679,7 +680,7 @@ def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> E
         **sampling,
         seed=seed,
         stop_token_ids=[] if sampling["ignore_eos"] else stop_ids,
-        logprobs=0,  # only that of the sampled token
+        logprobs=0,  # only the log-prob of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling["stop"]),
         include_stop_str_in_output=True,
@@ -693,7 +694,7 @@ def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> E
 
 
 def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
-    """Run phases 2 to 4 of a requested batch. Returns the scored samples of all ranks, by prompt and sample number."""
+    """Run phases 2 to 4 of a requested batch. Returns all ranks' scored samples, sorted by prompt and sample number."""
     if batch.samples is None:
         with clock("generate"):
             for own, sample in engine.arrivals(batch):
@@ -713,10 +714,10 @@ def select(
     args: Args,
 ) -> tuple[list[Sample], dict]:
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
-    zero-variance groups by new prompts (--dynamic_sampling_rounds), whose problems it puts into ``batch.problems``.
+    zero-variance groups by groups of new prompts, also in ``batch.problems`` (--dynamic_sampling_rounds).
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
-        raise RuntimeError("--check_verifier_status: no score of a step is above 0; see --verifier and the prompt")
+        raise RuntimeError("--check_verifier_status: no score in this step is above 0; see --verifier and the prompt")
     group = args.num_samples_per_prompt_rollout
     source = queue.source
     source.record(batch.chosen, batch.samples)
@@ -761,11 +762,11 @@ def evaluate(
 
 @watchdog.ends_all_ranks
 def main(args: Args, ready: Ready | None) -> None:
-    """Train. ``ready``: data and folder, from ``preflight``; None on a rank of --vllm_engines, which only samples."""
+    """Train. ``ready``: data and folder from ``preflight``, or None on a rank of --vllm_engines, which only samples."""
     if ready is None:
         engine_ranks.serve(args, vllm_thread)
         return
-    run = utils.setup_run(args, ready)  # prints sizes and the expected gradient of the KL setting
+    run = utils.setup_run(args, ready)  # prints batch sizes, the first prompt, and the expected KL gradient
     if args.dry_run:
         return
     device = run.device
@@ -778,7 +779,7 @@ def main(args: Args, ready: Ready | None) -> None:
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
-    # Build the engine before the models below: it measures free memory, and changes settings of torch as it starts.
+    # Build the engine before the models below: it measures free memory as it starts.
     thread = vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, run.dtype, run.tokenizer, stop_ids, watch)
     set_seed(args.seed + run.rank)
@@ -795,7 +796,7 @@ def main(args: Args, ready: Ready | None) -> None:
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None
     moving = utils.moving_reference(reference, args)
-    skips = SimpleNamespace(policy=0, critic=0)  # consecutive optimizer steps that were not applied
+    skips = SimpleNamespace(policy=0, critic=0)  # number of consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     trainers = [policy] if critic is None else [policy, critic]
     clock = utils.Phases(args, engine, reference, trainers, device)
@@ -840,7 +841,7 @@ def main(args: Args, ready: Ready | None) -> None:
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
-        # 5 log-probs: the reference's if there is one; old ones if there are several optimizer steps or a reward KL
+        # 5 log-probs: the reference's if there is one; old ones for several optimizer steps or a KL in the reward
         known = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             known = []

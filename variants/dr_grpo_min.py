@@ -30,7 +30,7 @@ from pathlib import Path
 
 import tyro
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # where rewards.py is; a copy beside it finds it, too
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # the folder of rewards.py
 
 from rewards import last_number
 from runtime.data import rendering
@@ -113,7 +113,7 @@ def generate(llm: LLM, rows: list[dict], group: int, stop_ids: list[int], args: 
         temperature=args.temperature,
         max_tokens=args.max_response_length,
         stop_token_ids=stop_ids,
-        logprobs=0,  # only that of the sampled token
+        logprobs=0,  # only the log-prob of the sampled token
     )
     prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
     answers = []

@@ -94,11 +94,11 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
     )
     others = [line for line in removed if not line.startswith("#") and not any(word in line for word in about_groups)]
     assert others == [
-        "skips = SimpleNamespace(policy=0)  # consecutive optimizer steps that were not applied",
+        "skips = SimpleNamespace(policy=0)  # number of consecutive optimizer steps that were not applied",
         "clock = utils.Phases(args, engine, reference, [policy], device)",
         "in_loss = list(range(len(samples)))",
         "if reference is None and args.entropy_coef == 0:",
-        "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # those that may be computed anyway",
+        "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # any may be mini_in_loss[:1] below",
         "known = list(range(len(samples)))  # controller and group statistics need the KL of every response",
         "kind = args.advantage_normalization_type",
         "if known:",
