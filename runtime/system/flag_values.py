@@ -9,7 +9,7 @@ from runtime.system.process import refuse
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Names and their values as a dict, for json.loads, which keeps the last of two values without a word.
+    """Return (name, value) pairs as a dict, for json.loads, which silently keeps the last value of a repeated name.
 
     Raises ValueError for a name that is there twice.
     """
@@ -22,7 +22,7 @@ def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
-    """The JSON object that was given to a flag. Ends with exit code 2 for anything else."""
+    """Return the JSON object given to a flag. Exits with code 2 for anything else."""
     try:
         found = json.loads(text, object_pairs_hook=unique)
     except ValueError as error:
@@ -33,6 +33,6 @@ def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its class where it has none."""
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

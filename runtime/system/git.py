@@ -10,7 +10,7 @@ from typing import Any
 
 
 def output(folder: Path, *words: str) -> str:
-    """Output of a git command in ``folder``; "" without git, outside a repository, or where the command fails."""
+    """Return the output of a git command in ``folder``; "" without git, outside a repository, or after an error."""
     try:
         done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
@@ -21,7 +21,7 @@ def output(folder: Path, *words: str) -> str:
 
 
 def untracked(folder: Path, names: Sequence[str]) -> list[str]:
-    """Those of the files ``names`` that git does not track yet."""
+    """Return those of the files ``names`` that git does not track yet."""
     return [name for name in dict.fromkeys(names) if output(folder, "ls-files", "--others", "--", name)]
 
 
@@ -34,7 +34,7 @@ def diff(folder: Path, names: Sequence[str] = ()) -> str:
 
 
 def state(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Commit of ``folder`` and whether ``diff`` finds a difference from it; empty outside a repository.
+    """Return the commit of ``folder`` and whether ``diff`` finds a difference from it; {} outside a repository.
 
     In a job of scripts/submit.py, CODE_COMMIT says it: the job runs in a copy, which has no repository of its own.
     """

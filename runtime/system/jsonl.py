@@ -16,7 +16,7 @@ def warn(message: str) -> None:
 
 
 def records(path: Path) -> Iterator[dict]:
-    """The objects of a .jsonl file; none when it does not exist. A line that is none is left out, with a warning.
+    """Yield the objects of a .jsonl file, none if it does not exist; skip lines that are not objects, with a warning.
 
     The last line may be half written: that is no news of a run that is still going.
     """
@@ -35,7 +35,7 @@ def records(path: Path) -> Iterator[dict]:
 
 
 def parsed(text: str) -> dict:
-    """The JSON object in a text; {} where there is none."""
+    """Return the JSON object in a text, or {} if there is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

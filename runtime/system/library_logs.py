@@ -39,7 +39,7 @@ class WithoutSecrets(logging.Formatter):
 
 
 def quiet_libraries() -> None:
-    """From now on, send log records and warnings of installed packages to the file. Call it before importing them.
+    """Send log records and warnings of installed packages to libraries.log; call it before they are imported.
 
     Nothing is redirected below Python: a traceback, a crash in C code and a print are on the console, as ever.
     """

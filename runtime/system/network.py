@@ -19,7 +19,7 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def own_address() -> str:
-    """The address, IPv4 or IPv6, by which the other nodes of the launch reach this one; 127.0.0.1 without others.
+    """Return the IPv4 or IPv6 address by which other nodes of the launch reach this node; 127.0.0.1 on a single node.
 
     That of GLOO_SOCKET_IFNAME if it is set, else of the interface that leads to MASTER_ADDR. On the first node that
     name may be the loopback's (Debian's /etc/hosts); then the interface of the default route.
@@ -45,7 +45,7 @@ def own_address() -> str:
 
 
 def local_end(goal: str) -> str | None:
-    """The address of this node from which packets to ``goal`` leave; None without a route. Sends nothing."""
+    """Return this node's address from which packets to ``goal`` leave, or None without a route. Sends nothing."""
     try:
         ways = socket.getaddrinfo(goal, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -58,7 +58,7 @@ def local_end(goal: str) -> str | None:
 
 
 def interface_addresses(name: str) -> list[str]:
-    """The IPv4 address of an interface, then its global IPv6 addresses; none where it is not there."""
+    """Return the IPv4 address of an interface, then its global IPv6 addresses; [] if there is no such interface."""
     found = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
@@ -71,7 +71,7 @@ def interface_addresses(name: str) -> list[str]:
 
 
 def choose_interface() -> None:
-    """With several nodes, let Gloo use the interface on which they reach each other; the user's choice wins.
+    """Let Gloo use the interface on which several nodes reach each other, unless the user has chosen one.
 
     Gloo takes the address that the host name stands for, which in containers and on Debian is the loopback's: the
     ranks of one node would look for those of the other on their own.

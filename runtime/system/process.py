@@ -37,7 +37,7 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 @contextlib.contextmanager
 def alone(lock: Path, words: str) -> Iterator[None]:
-    """Hold ``lock`` while no other process does; while waiting, report which lock it is for.
+    """Run the body while this process alone holds ``lock``; while waiting, report which lock it is.
 
     The lock ends with the process in whatever way.
     """
@@ -199,7 +199,7 @@ def read_signals(reader: Callable[[socket.socket, socket.socket], None]) -> None
 
 
 def _listen(pipe: socket.socket, keep: socket.socket) -> None:
-    """The thread that answers signals. ``keep`` is the other end of ``pipe``, which must not be garbage-collected."""
+    """Handle signals in a thread. ``keep`` is the other end of ``pipe``, which must not be garbage-collected."""
     first = 0.0
     while True:
         word = pipe.recv(1)
@@ -229,7 +229,7 @@ def _listen(pipe: socket.socket, keep: socket.socket) -> None:
 
 
 def _write(text: str) -> None:
-    """To standard error, whatever the main thread does there; nobody may be left to read it."""
+    """Write a text to standard error, whatever the main thread does there; ignore the error if its reader is gone."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 
@@ -270,7 +270,7 @@ def die_with_parent() -> None:
 
 
 def leave_signals_to_the_run() -> None:
-    """In a child: a signal to all processes is for the run, which needs this one.
+    """Ignore stop signals in a child process: a signal to all processes is for the run, which needs this child.
 
     A handler that does nothing, since a program that the child starts would inherit what is ignored.
     """
@@ -279,7 +279,7 @@ def leave_signals_to_the_run() -> None:
 
 
 def live_for_parent() -> None:
-    """In a child: end with the run and not before."""
+    """Make a child process end with the run, and not before."""
     outlive_the_console()
     die_with_parent()
     leave_signals_to_the_run()
@@ -289,7 +289,7 @@ def live_for_parent() -> None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide what a run computes."""
+    """Return the versions of Python and of the packages that decide what a run computes."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": sys.version.split()[0]}
@@ -305,7 +305,7 @@ def versions() -> dict[str, str]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -341,17 +341,17 @@ def write_whole(path: Path, text: str | Iterable[str]) -> None:
 
 
 def rank() -> int:
-    """Rank of this process in its launch: 0 where no launcher has started it."""
+    """Return the rank of this process in its launch: 0 if no launcher has started it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Ranks that train; before ``split_launch``, all ranks of the launch."""
+    """Return the number of ranks that train; before ``split_launch``, the number of all ranks of the launch."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def launch_size() -> int:
-    """Ranks of the launch, trainers and engines."""
+    """Return the number of ranks of the launch, trainers and engines."""
     return int(os.environ.get("LAUNCH_WORLD_SIZE") or world_size())
 
 
@@ -402,7 +402,7 @@ def wait_for_the_trainers() -> None:
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: those it is bound to, or the container's quota where that is less."""
+    """Return the number of cores that this process may use: those it is bound to, or the container's smaller quota."""
     bound = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -468,7 +468,7 @@ class Heap:
         self.limit = math.inf  # bytes
 
     def bound(self) -> None:
-        """At the end of a step: give the gaps back if the process is ``GROWTH`` times what it was after the second."""
+        """Trim the heap at the end of a step if the process has grown to ``GROWTH`` times its size in step 2."""
         self.steps += 1
         if self.steps == 2:  # the first has made the optimizer's states
             self.limit = self.GROWTH * resident_bytes()
@@ -485,7 +485,7 @@ def trim_heap() -> None:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process, in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -502,7 +502,7 @@ def signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Build an engine inside: garbage is collected once, before, instead of again and again.
+    """Run the body, which builds an engine, without automatic garbage collections; collect once before it.
 
     Its imports and its model make half a million objects that stay. Automatic collections look at all of them every
     time, and so do those that vLLM asks for while it starts, but for what is frozen. ``gc.unfreeze`` ends that.

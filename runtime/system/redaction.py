@@ -43,13 +43,13 @@ FORMS = (
 
 
 def secret_values() -> dict[str, str]:
-    """Name -> value of the environment variables that hold a secret, the longest value first."""
+    """Return a dict name -> value of the environment variables that hold a secret, the longest value first."""
     found = {name: value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= SHORTEST}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def redact(text: str, secrets: Mapping[str, str] | None = None) -> str:
-    """Text with every secret in it replaced by ``HIDDEN``: values of variables by their names, others by their form.
+    """Replace every secret in a text by ``HIDDEN``: values of variables found by name, other secrets by their form.
 
     secrets: what ``secret_values`` has found a moment ago, for many texts in a row: it reads the whole environment.
     """
@@ -61,7 +61,7 @@ def redact(text: str, secrets: Mapping[str, str] | None = None) -> str:
 
 
 def redact_values(value: Any, secrets: Mapping[str, str] | None = None) -> Any:
-    """The same for every string in lists, tuples and dicts; a dict's value is hidden whole where its key names one."""
+    """Redact every string in lists, tuples and dicts; hide a dict's value completely if its key names a secret."""
     secrets = secret_values() if secrets is None else secrets
     if isinstance(value, str):
         return redact(value, secrets)
@@ -78,7 +78,7 @@ def names_secret(flag: object) -> bool:
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
-    """The same for the words of a command line, where a flag may name the secret that follows."""
+    """Redact the words of a command line, where a flag may name the secret that follows."""
     hidden = []
     secret_next = False
     for word in words:

@@ -106,7 +106,7 @@ class NoPlainValue(TypeError):
 
 
 def _kind(value, scope: dict) -> str:
-    """The kind of a value that is no scalar. Subclasses of containers count as the container."""
+    """Return the kind of a value that is not a scalar; a subclass of a container counts as the container."""
     cls = type(value)
     for name, container in (FROZEN | FILLED).items():
         if container is not None and isinstance(value, container):
@@ -124,7 +124,7 @@ def _kind(value, scope: dict) -> str:
 
 
 def _attributes(value) -> dict:
-    """The attributes of an instance, those in slots too."""
+    """Return the attributes of an instance, including those in slots."""
     found = {}
     for cls in type(value).__mro__:
         slots = cls.__dict__.get("__slots__", ())
@@ -135,7 +135,7 @@ def _attributes(value) -> dict:
 
 
 def _scalar(value):
-    """(True, the value for JSON) of a scalar, subclasses as their base; (False, None) of anything else."""
+    """Return (True, the value for JSON) for a scalar, a subclass as its base class; (False, None) for anything else."""
     if value is None or isinstance(value, bool):
         return True, value
     if isinstance(value, int):
@@ -152,7 +152,7 @@ def _scalar(value):
 
 
 def _parts(value, kind: str) -> list:
-    """The values that an item of this kind refers to."""
+    """Return the values that an item of this kind refers to."""
     if kind in CONSTRUCTED:
         return list(CONSTRUCTED[kind](value))
     if kind == "member":
@@ -168,7 +168,7 @@ def _parts(value, kind: str) -> list:
 
 
 def encode(value, scope: dict | None = None) -> dict:
-    """A value for JSON; ``scope`` names the classes whose instances may cross.
+    """Encode a value for JSON; ``scope`` names the classes whose instances may be exchanged.
 
     Raises NoPlainValue for what has no such form, and nothing for depth, cycles or numbers of any length.
     """
@@ -210,7 +210,7 @@ def encode(value, scope: dict | None = None) -> dict:
 
 
 def _class(name: str, scope: dict) -> type:
-    """A class that this side has itself. Raises NoPlainValue where there is none."""
+    """Return the class of this name that this process defines itself. Raises NoPlainValue if there is none."""
     found = scope.get(name)
     if not isinstance(found, type) or found.__module__ != scope.get("__name__"):
         raise NoPlainValue(f"an instance of {name}{OWN_CLASS}")
@@ -218,7 +218,7 @@ def _class(name: str, scope: dict) -> type:
 
 
 def _construct(kind: str, parts: list, scope: dict):
-    """A value of a kind that cannot change."""
+    """Construct a value of an immutable kind."""
     if kind == "int":
         return int(parts[0], 16)
     if kind == "member":
@@ -235,7 +235,7 @@ def _construct(kind: str, parts: list, scope: dict):
 
 
 def _empty(kind: str, parts: list, scope: dict):
-    """A container or an instance before it is filled."""
+    """Create an empty container, or an instance without attributes, to be filled later."""
     if kind == "deque":
         return importlib.import_module("collections").deque()
     if kind != "object":
@@ -261,7 +261,7 @@ def _fill(made, kind: str, parts: list) -> None:
 
 
 def decode(message: dict, scope: dict | None = None):
-    """The value again. Raises what wrong input makes of it, for a program may send any line.
+    """Decode a message made by ``encode``. Invalid input raises any error, since a program may send any line.
 
     It may also take long, or much memory: call it only in a process that is killed at a limit.
     """
@@ -286,7 +286,7 @@ def decode(message: dict, scope: dict | None = None):
 
 
 def kernel(name: str, *arguments):
-    """A call of libc that returns 0 or more, or raises OSError."""
+    """Call a function of libc that returns 0 or more. Raises OSError if it returns less."""
     libc = ctypes.CDLL(None, use_errno=True)
     result = getattr(libc, name)(*(a.encode() if isinstance(a, str) else a for a in arguments))
     if result < 0:
@@ -322,7 +322,7 @@ KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000  # its verdicts; FAIL tak
 
 
 def refused_calls() -> dict[str, int]:
-    """The calls of refusedCALLS with their numbers here. Raises OSError on a machine that is in no column."""
+    """Return the system calls of REFUSED_CALLS with their numbers. Raises OSError on a machine that is in no column."""
     machine = os.uname().machine
     if machine not in ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"the numbers of the system calls of {machine} are not known")
@@ -407,7 +407,7 @@ def build_root(mounts: dict[str, str]) -> None:
 
 
 def name_users(pid: int) -> None:
-    """Say who is who in the user namespace of a process: root there is this user."""
+    """Map the users of a process's user namespace: root in it is this user."""
     user = os.geteuid()
     maps = {"setgroups": "deny", "uid_map": f"0 {user} 1\n", "gid_map": f"0 {os.getegid()} 1\n"}
     for file, text in maps.items():
@@ -417,7 +417,7 @@ def name_users(pid: int) -> None:
 
 
 def prepare_namespaces(mounts: dict[str, str]) -> tuple[int, int]:
-    """Build a root in new namespaces, once per server: descriptors of the user and of the mount namespace.
+    """Build a root in new namespaces, once per server; return descriptors of the user and of the mount namespace.
 
     Every sandbox has a copy of the second. To build it each time would take ten times as long as all the rest.
     Raises OSError where the kernel denies it.
@@ -468,7 +468,7 @@ def drop_rights(user: int) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process started, by any of its threads, or was left; none once it has ended."""
+    """Return the pids of a process's children, started by any of its threads or adopted; [] once it has ended."""
     found = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -480,7 +480,7 @@ def children(pid: int) -> list[int]:
 
 
 def memory_below(pid: int) -> tuple[list[int], int]:
-    """The processes below a process, and the bytes of memory that they hold; shared ones count for each."""
+    """Return the pids of all descendants of a process, and their memory in bytes; shared memory counts for each."""
     found, pages = children(pid), 0
     for below in found:  # which grows meanwhile
         found += children(below)
@@ -572,7 +572,7 @@ def serve(requests: socket.socket):
 
 
 def launch(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
-    """The launcher. Returns in the program's process alone."""
+    """Run as the launcher process. Returns only in the program's process."""
     try:
         if settings["isolated"]:
             kernel("setns", namespaces[0], NEW_USERS)
@@ -602,7 +602,7 @@ def launch(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
 
 
 def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
-    """The keeper. Returns in the program's process alone."""
+    """Run as the keeper process. Returns only in the program's process."""
     try:
         kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only one that a program of the same user could send
@@ -728,7 +728,7 @@ def execute(before: str, code: str, scope: dict) -> None:
 
 
 def run(lines, mode: str, before: str, code: str, entry_point: str) -> None:
-    """The job, in the program's process."""
+    """Run the job in the program's process."""
     sys.set_int_max_str_digits(0)  # it has a limit of time
     name = "__main__" if mode == "program" else "solution"
     module = types.ModuleType(name)
@@ -747,14 +747,14 @@ def run(lines, mode: str, before: str, code: str, entry_point: str) -> None:
 
 
 def write_line(message: dict) -> None:
-    """One line to the parent."""
+    """Write a message to the parent process as one line of JSON."""
     text = json.dumps(message).encode() + b"\n"
     while text:
         text = text[os.write(CHANNEL, text) :]
 
 
 def find_function(path: str, scope: dict):
-    """The function that an entry point names: ``f``, ``Class.f``, or ``Class().f`` of a new instance."""
+    """Return the function that an entry point names: ``f``, ``Class.f``, or ``Class().f`` of a new instance."""
     found = None
     for place, part in enumerate(path.split(".")):
         name = part.removesuffix("()")
@@ -794,7 +794,7 @@ def write_back(old, new) -> None:
 
 
 def remote(function: str, lines, scope: dict, asked: list[str]):
-    """A function of the program under test, as the test sees it; ``asked`` grows by its name."""
+    """Return a stand-in by which the test calls a function of the program; each call appends its name to ``asked``."""
 
     def call(*arguments, **named):
         asked.append(function)
@@ -891,7 +891,7 @@ def stand_in(function: str, scope: dict, asked: list[str]):
 
 
 def _without_asserts(tree):
-    """A test that evaluates all that it asserts, and goes on."""
+    """Replace each assert of a test by its bare expression, so that the test evaluates all of them."""
     for node in ast.walk(tree):
         for field, statements in ast.iter_fields(node):
             if isinstance(statements, list):
@@ -952,7 +952,7 @@ class LoadedObject(ctypes.Structure):
 
 
 def loaded_libraries() -> set[str]:
-    """The files of the shared libraries in this process, under the names they were found by."""
+    """Return the files of the shared libraries loaded in this process, under the names they were found by."""
     names = set()
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
@@ -965,7 +965,7 @@ def loaded_libraries() -> set[str]:
 
 
 def library_mounts() -> dict[str, str]:
-    """The standard library, and the shared libraries that it and the packages may load beyond those loaded now.
+    """Return path -> real path of the standard library and the shared libraries that it and packages may still load.
 
     Those are no programs: what this very process has loaded, the dynamic linker among it, need not be there again.
     """
@@ -1090,7 +1090,7 @@ class Sandbox:
                 end.close()
 
     def _receive(self) -> list[str]:
-        """The words of the next message; [] once all processes of the sandbox have ended."""
+        """Return the words of the next message; [] once all processes of the sandbox have ended."""
         try:
             message, descriptors, _, _ = socket.recv_fds(self.control, 2**12, 1)
         except OSError:
@@ -1121,7 +1121,7 @@ class Sandbox:
         self._expect("running")
 
     def ask(self, line: bytes, longest: int = LONGEST_LINE) -> bytes:
-        """One line to the job, one line back; b"" once it has ended, or where its line is longer than ``longest``."""
+        """Send one line to the job and return its reply; b"" after the job's end, or for a reply above ``longest``."""
         try:
             self.channel.sendall(line)
             reply = self.replies.readline(longest)

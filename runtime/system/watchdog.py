@@ -34,7 +34,7 @@ def board(host: str, port: int, serve: bool = False, patience: float = 60.0) -> 
 
 
 def board_of_launch(patience: float = 60.0) -> torch.distributed.Store:
-    """The ``board`` at the address in the environment; rank 0 serves it where no launcher keeps one."""
+    """Return the ``board`` at the address in the environment; rank 0 serves it if no launcher keeps one."""
     serve = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return board(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), serve, patience)
 
@@ -146,7 +146,7 @@ class Watch:
         self.door.close()
 
     def receive(self, outbox: queue.Queue, thread: threading.Thread, timeout: float, what: str) -> tuple:
-        """The next message of the engine's thread. Polls; never blocks on a dead thread or rank.
+        """Return the next message of the engine's thread. Polls, so it never blocks on a dead thread or rank.
 
         Raises EngineFailed if the thread failed (chained to its exception), TimeoutError after ``timeout`` seconds
         without a message, and RuntimeError if another rank failed (with its traceback).
@@ -170,7 +170,7 @@ class Watch:
             return message
 
     def _look(self) -> None:
-        """The thread: looks twice a second until the end."""
+        """Look for failures of other ranks, in a thread, twice a second until the end."""
         failures_seen = 0
         neighbor_gone = 0
         counted = None  # this rank's progress, as far as the board has it
@@ -211,7 +211,7 @@ class Watch:
                 self.abort(f"{self.name} failed: no progress on any rank for {now - heard:.0f} s ({limit})")
 
     def _listen(self) -> None:
-        """The thread that ends this rank when the board does not answer: ``_look`` would wait for it."""
+        """End this rank, in a thread, when the board does not answer: ``_look`` would wait for it."""
         while not self.ended.wait(0.5):
             self.unanswered += 1
             if self.unanswered > 2 * network.SILENCE and not self.ended.is_set():
@@ -271,7 +271,7 @@ class Watch:
 
 
 def ends_all_ranks(main: Callable) -> Callable:
-    """Decorator of a script's ``main``: once a ``Watch`` stands, an exception on one rank ends all of them."""
+    """Decorate a script's ``main``: once a ``Watch`` runs, an exception on one rank ends all of them."""
 
     @functools.wraps(main)
     def guarded(*args, **kwargs):

@@ -35,7 +35,7 @@ VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 
 
 def loaded_files() -> list[Path]:
-    """The files of this project that are loaded."""
+    """Return the loaded files of this project."""
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     paths = [Path(file).resolve() for file in files if not file.startswith(LIBRARIES)]
     return sorted(path for path in paths if path.is_relative_to(process.PROJECT) and path.is_file())
@@ -50,7 +50,7 @@ code_of_run = functools.cache(loaded_code)  # first called at the start of a run
 
 
 def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
-    """Names of the files that are not as ``code`` says."""
+    """Return the names of the files that are gone or whose digests differ from those in ``code``."""
     return [path.name for path in files if not path.is_file() or code.get(path) != process.file_digest(path)]
 
 
@@ -100,7 +100,7 @@ class Nursery(multiprocessing.context.SpawnContext):
         self.changed: list[str] = []
 
     def Process(self, target: Callable, name: str, args: tuple, kwargs: dict) -> Worker:
-        """A worker that is not started yet. Raises RuntimeError where the project's code is not that of the run."""
+        """Create a worker that is not started yet. Raises RuntimeError if the project's code differs from the run's."""
         with self.lock:
             if self.process is None:
                 self._open(target, args, kwargs)
@@ -168,7 +168,7 @@ class Worker:
         self.descriptor = -1
 
     def start(self, line: Connection | None = None) -> None:
-        """Fork it."""
+        """Fork the worker process."""
         self.pid = self.nursery.ask("start", line=line)
         self.descriptor = os.pidfd_open(self.pid)
 
@@ -178,7 +178,7 @@ class Worker:
 
     @property
     def exitcode(self) -> int | None:
-        """None while it lives; minus the signal where one ended it."""
+        """Exit code of the worker: None while it runs, minus the signal's number if a signal ended it."""
         if self.code is None and not self.is_alive():
             self.terminate()
         return self.code
@@ -245,7 +245,7 @@ def _kill_orphans(workers: set[int]) -> None:
 def _nurse(
     control: Connection, code: dict[Path, str], prepare: Callable, arguments: tuple, work: tuple[Callable, tuple, dict]
 ) -> None:
-    """The nursery: fork and reap workers, which do ``work``, until the run is gone, however it ended."""
+    """Fork and reap workers, which do ``work``, in the nursery until the run is gone, however it ended."""
     process.leave_signals_to_the_run()
     adopt_orphans()
     control.send(changed_files(code, loaded_files()))
@@ -285,7 +285,7 @@ def _nurse(
 
 
 def _work(nursery: int, target: Callable, args: tuple, kwargs: dict) -> None:
-    """In a fork: do the work, in a process group of its own, and end."""
+    """Do the work in a fork, in a process group of its own, and end."""
     code = 1
     try:
         process.die_with_parent()
