@@ -85,7 +85,7 @@ class Reward:
 
 
 def _judged(score: float, extracted: str | None, **more: float) -> Reward:
-    """A Reward of a verifier that looks for one answer: part ``format`` says whether there was one."""
+    """Build the Reward of a verifier that looks for one answer; part ``format`` is 1 if it found one."""
     parts = {"correct": float(score == 1), "format": float(extracted is not None), **more}
     return Reward(float(score), parts, extracted=(extracted or "")[:LONGEST_ANSWER])
 
@@ -94,7 +94,7 @@ def _judged(score: float, extracted: str | None, **more: float) -> Reward:
 
 
 def last_number(response: str, truth: str, row: dict) -> Reward:
-    """1 when the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7").
+    """Score 1 if the last number of the response equals the truth ("1,024" equals "1024", "7.0" equals "7").
 
     A number that is only named to be denied ("not 42") is no answer, nor is part of a power, a time or a range.
     """
@@ -102,7 +102,7 @@ def last_number(response: str, truth: str, row: dict) -> Reward:
 
 
 def _same_number(said: str | None, truth: str) -> Reward:
-    """1 when a number is the truth, or one of a list of truths. Raises ValueError where that is no number."""
+    """Score 1 if a number is the truth, or one of a list of truths. Raises ValueError if either is not a number."""
     right = said is not None and number_of(said) in [number_of(wanted) for wanted in alternatives(truth)]
     return _judged(right, said)
 
@@ -120,13 +120,13 @@ def lenient(response: str, truth: str) -> bool | None:
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
-    """1 when the response is the truth, white space at both ends aside."""
+    """Score 1 if the response is the truth, apart from white space at both ends."""
     correct = float(response.strip() == truth.strip())
     return Reward(correct, {"correct": correct}, extracted=response.strip()[:LONGEST_ANSWER])
 
 
 def gsm8k(response: str, truth: str, row: dict) -> Reward:
-    """1 when the number after the last "####", or without one the last number, equals that of the truth.
+    """Score 1 if the number after the last "####", or without one the last number, equals that of the truth.
 
     The truth is a number or GSM8K's whole solution, which ends in "#### 1,234".
     """
@@ -136,7 +136,7 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
 
 
 def question_of(row: dict) -> str:
-    """The text of a row's problem: its chat messages, or the columns that hold a problem in most data sets."""
+    """Return the text of a row's problem: its chat messages, or the columns that hold a problem in most data sets."""
     texts = []
     for key in ("messages", "problem", "question", "prompt"):
         found = row.get(key)
@@ -147,7 +147,7 @@ def question_of(row: dict) -> str:
 
 
 def math_(response: str, truth: str, row: dict) -> Reward:
-    """1 when the final answer is the truth as text, or equal to it by math-verify (docs/reference/rewards.md).
+    """Score 1 if the final answer is the truth as text, or equal to it by math-verify (docs/reference/rewards.md).
 
     Of a JSON list of truths any one is right. Part ``echo``: 1 for a formula copied from the problem, which scores 0.
     """
@@ -172,7 +172,7 @@ OPERATORS = {
 
 
 def _value(node: ast.AST, used: list[int]) -> Fraction:
-    """Exact value of an expression of + - * / and whole numbers, which go to ``used``. Raises ValueError otherwise."""
+    """Return the exact value of an expression of + - * / and whole numbers, added to ``used``, or raise ValueError."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
@@ -186,7 +186,7 @@ def _value(node: ast.AST, used: list[int]) -> Fraction:
 
 
 def countdown(response: str, truth: str, row: dict) -> Reward:
-    """1 when the answer's expression uses each number of the row exactly once and comes to the target, exactly.
+    """Score 1 if the answer's expression uses each number of the row exactly once and equals the target exactly.
 
     The truth is the target, or ``{"target": ..., "numbers": [...]}``; else the numbers are the row's ``nums`` or
     ``numbers``. "= 24" may follow the expression.
@@ -236,7 +236,7 @@ def needs_no_truth(verifier: str, row: dict) -> bool:
 
 
 def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
-    """The data set's own ``score_answer`` on the last ``<answer>``, or else the final answer, of the response.
+    """Score the last ``<answer>``, or else the final answer, of the response by the data set's own ``score_answer``.
 
     Only 1 counts as correct. A text that merely holds the truth gets 0, not the general scorer's consolation. A row
     from ``gym_rows`` is scored with the options of its data set, any other one (from a file) with the default ones.
@@ -268,7 +268,7 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
 
 
 def format_(response: str, truth: str, row: dict) -> Reward:
-    """1 for ``<think>...</think><answer>...</answer>``: each tag once, in this order, neither empty, nothing around.
+    """Score 1 for ``<think>...</think><answer>...</answer>``: each tag once, in this order, text inside, none around.
 
     The opening ``<think>`` may be missing: many chat templates write it into the prompt. The truth is not looked at.
     """
@@ -284,7 +284,7 @@ def format_(response: str, truth: str, row: dict) -> Reward:
 
 
 def ifeval(response: str, truth: str, row: dict) -> Reward:
-    """1 when a response that says something keeps every constraint; part ``constraints``: the fraction that it keeps.
+    """Score 1 if a response that says something keeps every constraint; part ``constraints`` is the fraction kept.
 
     runtime/grading/ifeval.py has their kinds, and the forms in which a row gives them.
     """
@@ -306,7 +306,7 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
 
 
 def code(response: str, truth: str, row: dict) -> Reward:
-    """1 when the program passes all tests of the truth: the response's last fenced block of Python, or all of it.
+    """Score 1 if the program passes all tests of the truth: the response's last fenced block of Python, or all of it.
 
     Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
     ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or ``{"inputs": ..., "outputs": ..., "fn_name": ...}`` as
@@ -333,18 +333,18 @@ LISTS = ("math", "last_number", "gsm8k")  # verifiers for which a JSON list of t
 
 
 def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
-    """``--verifier reward_model``: 0 for every response, and RewardModel adds its score."""
+    """Score 0 for every response: ``--verifier reward_model``, where RewardModel adds its own score."""
     return Reward(0.0)
 
 
 def environment(response: str, truth: str, row: dict) -> Reward | float:
-    """``--verifier environment``, the default where --environment has a get_reward: what that returned."""
+    """Return what the environment's get_reward returned: ``--verifier environment``, the default if it has one."""
     found = row["episode"]["outcome"]
     return found["score"] if found.keys() == {"score"} else Reward(**found)
 
 
 def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
-    """A verifier by its name here, or from a file of the user's: ``path/to/file.py:function``.
+    """Return the verifier of this name, or a function from a file of the user's: ``path/to/file.py:function``.
 
     Raises ValueError, saying what there is, when no such verifier, file or function exists.
     """
@@ -371,7 +371,7 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
 
 
 def parse_weights(weights: tuple[str, ...]) -> dict[str, float | None]:
-    """("math=1", "format=gate") -> {"math": 1.0, "format": None}. Raises ValueError for anything else."""
+    """Parse ("math=1", "format=gate") to {"math": 1.0, "format": None}. Raises ValueError for anything else."""
     found: dict[str, float | None] = {}
     for text in weights:
         name, _, value = text.rpartition("=")
@@ -385,7 +385,7 @@ def parse_weights(weights: tuple[str, ...]) -> dict[str, float | None]:
 
 
 def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Reward:
-    """Sum of weight x score; 0 unless every gate (weight None) scored 1. A weight that is not given is 1.
+    """Sum weight x score; 0 unless every gate (weight None) scored 1. A weight that is not given is 1.
 
     Parts: those of each verifier, the first to give one wins, and with several verifiers each one's score by its name.
     Steps: those of the first verifier that gives some, times its weight; none behind a gate that is shut.
@@ -516,7 +516,7 @@ def _as_reward(name: str, found) -> Reward:
 def _verify_by(
     name: str, response: str, truth: str, row: dict, caught: type[BaseException] = Exception
 ) -> tuple[Reward, bool]:
-    """(what one verifier finds, whether it raised ``caught``)."""
+    """Return (the Reward of one verifier, True if it raised ``caught``)."""
     try:
         return _as_reward(name, find_verifier(name)(response, truth, row)), False
     except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
@@ -528,7 +528,7 @@ def _verify_by(
 def _verify(
     names: list[str], texts: dict[str, str], weights: dict, response: str, truth: str, row: dict
 ) -> tuple[Reward, set[str]]:
-    """In a worker: (the combined Reward, the verifiers that raised). ``texts``: ``user_files.texts`` of the run."""
+    """Return, in a worker, (the combined Reward, the verifiers that raised). ``texts``: the run's user files."""
     user_files.texts.update(texts)
     found = {}
     raised = set()
@@ -556,7 +556,7 @@ class RewardPool(VerifierPool):
         super().__init__(_verify, workers, timeout, sorted(names), unsafe)
 
     def failed(self, status: str, detail: str) -> Reward:
-        """The Reward of a response whose verification was killed, or whose worker died."""
+        """Return the Reward of a response whose verification was killed, or whose worker died."""
         return Reward(0.0, status=status, detail=detail)
 
 
@@ -564,7 +564,7 @@ class RewardPool(VerifierPool):
 
 
 def overlong_penalty(length: int, longest: int, buffer: int) -> float:
-    """DAPO's soft penalty (arXiv 2503.14476, equation 13): 0 up to ``longest - buffer`` tokens, then linearly to 1."""
+    """Compute DAPO's soft penalty (arXiv 2503.14476, equation 13): 0 up to ``longest - buffer``, then linear to 1."""
     if buffer == 0:
         return 0.0
     beyond = max(0.0, length - (longest - buffer))
@@ -616,7 +616,7 @@ def check_control(args) -> None:
 
 
 def other_problems(problems: list, seed: int) -> dict[int, object]:
-    """id of each problem -> another one that its verifier judges, by chance: the truths of both may be equal.
+    """Map the id of each problem to another one of its verifier, drawn at random; the truths of both may be equal.
 
     To be always wrong would say something about the truth. Exits with code 2 where all truths of a verifier are one.
     """
@@ -657,7 +657,7 @@ def deal_out(samples: list, args) -> None:
 
 
 def _replace_reward(sample, reward: float, args) -> None:
-    """Score and parts stay the verifier's. The new reward is a part as well, so that every log says what it is."""
+    """Replace a sample's reward, but not its score and parts; the new reward becomes a part, so that logs name it."""
     sample.reward = reward
     sample.reward_steps = ()
     sample.reward_parts[f"control_{args.reward_control}"] = reward
@@ -695,7 +695,7 @@ class RewardModel(ConversationScorer):
         conversations: list,
         weights: dict[str, float | None],
     ) -> list[Reward]:
-        """The verifiers' rewards plus this model's score times its weight ``reward_model``; not past a shut gate."""
+        """Add this model's score times its weight ``reward_model`` to the verifiers' rewards, unless a gate is shut."""
         if not found:
             return []
         weight = weights.get("reward_model", 1.0)
@@ -760,7 +760,7 @@ class Verifiers:
         on_result: Callable[[], None],
         gather: Callable = list,
     ) -> list:
-        """The samples of what ``submit`` returned, with their rewards. Calls ``on_result`` for each.
+        """Return the submitted samples with their rewards. Calls ``on_result`` for each.
 
         ``gather``: from the samples of this rank to those of all.
         """
