@@ -102,7 +102,7 @@ class Columns:
 
 
 def value_of(row: dict[str, Any], key: str) -> Any:
-    """``row[key]``, or with dots in ``key`` a nested value: reward_model.ground_truth. Raises KeyError."""
+    """Return ``row[key]``, or with dots in ``key`` a nested value: reward_model.ground_truth. Raises KeyError."""
     if key in row:
         return row[key]
     value: Any = row
@@ -120,7 +120,7 @@ def check_column(flag: str, key: str, problems: list[Problem], others: tuple[str
 
 
 def known_columns(rows: list) -> tuple[str, str, str, str | None]:
-    """(prompt, ground truth, verifier, verifier key) by what the first rows of a source look like.
+    """Return (prompt, ground truth, verifier, verifier key) by the columns that the first rows of a source have.
 
     GSM8K, MATH, countdown, APPS, TACO, and the data of AReaL, open-instruct and verl are known by their columns; any
     other source has ``question``, ``answer`` and the verifier last_number.
@@ -156,12 +156,12 @@ def _is_column(key: str, has: Iterable[str]) -> bool:
 
 
 def _names(columns: Iterable) -> str:
-    """Names of columns for a message of one line, whatever a file holds."""
+    """Return names of columns for a message of one line, whatever a file holds."""
     return ", ".join(on_a_line(str(name)) for name in columns)
 
 
 def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
-    """The columns of a source: the flags, or else what its first rows look like.
+    """Return the columns of a source: those of the flags, or else those known by its first rows.
 
     ``batches`` of rows are read only as far as it takes. Ends with exit code 2 when no row has such a column.
     """
@@ -203,7 +203,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
 
 
 def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
-    """The prompt in column ``key`` as chat messages, without the answer that may close them.
+    """Return the prompt in column ``key`` as chat messages, without an answer at their end.
 
     Raises ValueError for what is neither text nor messages nor countdown's numbers.
     """
@@ -234,7 +234,7 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
 
 
 def _with_system(messages: Messages, columns: Columns) -> Messages:
-    """A prompt with at most one system message. Raises ValueError where nothing else is left."""
+    """Return a prompt with at most one system message. Raises ValueError if no other message is left."""
     own = messages[0]["role"] == "system"
     if own and columns.replaces:
         messages = messages[1:]
@@ -246,7 +246,7 @@ def _with_system(messages: Messages, columns: Columns) -> Messages:
 
 
 def _chat_as_text(text: str) -> list | None:
-    """The messages of a chat that is written as JSON, as in a column of a CSV file; None of any other text."""
+    """Return the messages of a chat that is written as JSON, as in a column of a CSV file; None for any other text."""
     if not text.startswith("[{"):
         return None
     try:
@@ -257,7 +257,7 @@ def _chat_as_text(text: str) -> list | None:
 
 
 def _with_text_parts(message: Any) -> Any:
-    """A message whose content is a list of parts of text, as one of text. Raises ValueError for a part that is none."""
+    """Join a message's content if it is a list of text parts. Raises ValueError for a part of another type."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) and "type" in part for part in parts):
         return message
@@ -290,7 +290,7 @@ def _check_seen(row: dict[str, Any], text: str) -> None:
 
 
 def _as_text(truth: Any, verifier: str) -> str:
-    """A ground truth as text: several right answers as a JSON list of texts, and of one alone that answer."""
+    """Return a ground truth as text: one answer as it is, several right answers as a JSON list of texts."""
     if isinstance(truth, list) and len(truth) == 1 and isinstance(truth[0], str) and ":" not in verifier:
         return truth[0]
     if isinstance(truth, list) and set(verifier.split(",")) <= {"math", "gsm8k", "last_number", "format"}:
@@ -305,7 +305,7 @@ def _is_message(message: Any) -> bool:
 
 
 def _named_verifiers(row: dict[str, Any], key: str) -> str:
-    """The verifiers that a row names in a column, text or a list, by this project's names; "" where it names none.
+    """Return the verifiers that a row names in a column, text or a list, by this project's names; "" if it names none.
 
     Raises ValueError for a list of something else than names.
     """
@@ -324,7 +324,7 @@ def _named_verifiers(row: dict[str, Any], key: str) -> str:
 
 
 def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
-    """One row as a problem. Raises ValueError that says what is wrong with the row, or with its ground truth."""
+    """Turn one row into a problem. Raises ValueError that says what is wrong with the row, or with its ground truth."""
     if not isinstance(row, dict):
         raise ValueError(f"is {type(row).__name__}, not an object with columns")
     values = []
@@ -369,7 +369,7 @@ def _check_text(key: str, text: str) -> None:
 
 
 def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
-    """(the problems, [(index, what is wrong)] of the other rows); ``start`` is the index of the first row."""
+    """Return (the problems, [(index, error)] of the other rows); ``start`` is the index of the first row."""
     problems, bad = [], []
     for index, row in enumerate(rows, start):
         try:
@@ -404,7 +404,7 @@ CHECKED = ("messages", "truth", "verifier", "row", "wrong")  # JSON, text, text,
 
 
 def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, check: Check) -> dict[str, list[str]]:
-    """A batch of a raw data set -> the columns CHECKED of its problems; of a bad row only ``wrong`` is filled."""
+    """Return the columns CHECKED for a batch of a raw data set; a bad row has only the column ``wrong`` filled."""
     found: dict[str, list[str]] = {name: [] for name in CHECKED}
     for row in rows_of(batch, places[0]):
         problems, bad = problems_of([row], 0, columns, check)
@@ -422,7 +422,7 @@ def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, ch
 
 
 def _batches(raws: list, size: int = 1000) -> Iterator[list]:
-    """The rows of raw data sets, ``size`` at a time. Ends with exit code 2 for a line that is not JSON."""
+    """Yield the rows of raw data sets, ``size`` at a time. Exits with code 2 for a line that is not JSON."""
     for raw, files in raws:
         for start in range(0, len(raw), size):
             try:
@@ -433,7 +433,7 @@ def _batches(raws: list, size: int = 1000) -> Iterator[list]:
 
 
 def check_rows(source: str, raws: list, args, check: Check):
-    """A data set with the columns CHECKED, one row for each of the source's: by several processes, and cached.
+    """Return a data set with the columns CHECKED, a row for each of the source, made by several processes or cached.
 
     What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--verifier``:
     a change of any of them is checked again.
@@ -462,7 +462,7 @@ def check_rows(source: str, raws: list, args, check: Check):
 
 
 def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
-    """The usable problems of a large source, through the cache."""
+    """Return the usable problems of a large source, through the cache."""
     checked = check_rows(source, raws, args, check).to_dict()
     bad = [(index, wrong) for index, wrong in enumerate(checked["wrong"]) if wrong]
     report_bad_rows(bad, len(checked["wrong"]), source, args)
@@ -476,7 +476,7 @@ def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
 
 
 def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
-    """The usable problems of rows in memory."""
+    """Return the usable problems of rows in memory."""
     columns = look_at(source, [rows], args, check)
     problems, bad = problems_of(rows, 0, columns, check)
     report_bad_rows(bad, len(rows), source, args)
@@ -484,7 +484,7 @@ def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
 
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
-    """All usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
+    """Return all usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
     sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
     if source.startswith(GYM):
         problems = _read_small(source, gym_rows(source, args.seed), args, check)
@@ -560,7 +560,7 @@ def _mix(sources: list, flag: str, args, check: Check, pick: Pick) -> dict[str, 
 
 
 def mixed_problems(args, check: Check) -> dict[str, Problem]:
-    """The problems of ``--dataset``, where ``--seed`` draws those of a mixture; the key is the prompt."""
+    """Return the problems of ``--dataset``, where ``--seed`` draws those of a mixture; the key is the prompt."""
     if args.sources[0].part is None:
         return read_problems(args.sources[0].name, args, check)
 
@@ -571,7 +571,7 @@ def mixed_problems(args, check: Check) -> dict[str, Problem]:
 
 
 def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
-    """The first problems of ``--eval_dataset``, or of each of its sources.
+    """Return the first problems of ``--eval_dataset``, or of each of its sources.
 
     None where it is not given: then a part of the training data is held out.
     """
@@ -596,7 +596,7 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
 
 
 def load_problems(args, check: Check) -> tuple[list[Problem], list[Problem]]:
-    """(training problems, evaluation problems), disjoint: no prompt of the second is ever trained on.
+    """Return (training problems, evaluation problems), disjoint: no evaluation prompt is ever trained on.
 
     Rows with the same prompt count once. The split is a permutation seeded by ``--seed``: the first ``eval_prompts``
     distinct prompts are for evaluation, the rest for training, unless evaluation data are given. Ends with exit code 2
@@ -636,7 +636,7 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
 
 
 def check_sandbox(problems: list[Problem], args) -> None:
-    """Exit where the kernel offers no sandbox for models' programs, unless that is accepted."""
+    """Exit if the kernel offers no sandbox for models' programs, unless the user accepts that."""
     if not any("code" in problem.verifier.split(",") for problem in problems):
         return
     why = sandbox.namespaces_refused()

@@ -21,7 +21,7 @@ Request = tuple[int, int, int]  # (place of the problem in the batch, number of 
 
 @functools.lru_cache(maxsize=2)  # a step that is not larger than the data meets at most two epochs
 def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
-    """The order of one epoch over the data."""
+    """Return the order of the problems in one epoch."""
     order = list(range(problems))
     random.Random(f"{seed}/{number}").shuffle(order)
     return order
@@ -33,7 +33,7 @@ def prompts_at(
     num_problems: int,
     seed: int,
 ) -> list[int]:
-    """Indices of ``count`` problems, the first being number ``position`` of the run: a pure function of a counter.
+    """Return the indices of ``count`` problems from number ``position`` of the run on: a pure function of a counter.
 
     Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
     """
@@ -50,12 +50,12 @@ def sampling_seed(
     prompt_id: int,
     sample_id: int,
 ) -> int:
-    """Seed of one response: it depends on these four numbers, not on what the engine did before."""
+    """Return the seed of one response: it depends on these four numbers, not on what the engine did before."""
     return seed_from(f"{seed}/{step}/{prompt_id}/{sample_id}")
 
 
 def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:
-    """(place in the batch, number of the response, seed) of ``count`` responses to each of the problems ``chosen``.
+    """Return (place in the batch, number of the response, seed) of ``count`` responses to each problem in ``chosen``.
 
     A problem that is drawn twice, where one epoch ends and the next begins, gets different seeds the second time.
     """
@@ -68,7 +68,7 @@ def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> l
 
 
 def sampling(args) -> dict[str, Any]:
-    """Sampling parameters of training."""
+    """Return the sampling parameters of training."""
     return {
         "temperature": args.temperature,
         "top_p": 1.0,
@@ -80,7 +80,7 @@ def sampling(args) -> dict[str, Any]:
 
 
 def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
-    """(the requests of an evaluation, its sampling parameters); the seeds are the same in every evaluation of a run."""
+    """Return (the requests of an evaluation, its sampling parameters); all evaluations of a run use the same seeds."""
     count = args.eval_samples if args.eval_temperature > 0 else 1
     wanted = requests(range(problems), count, args.seed, "eval")
     parameters = sampling(args) | {"temperature": args.eval_temperature}
@@ -88,7 +88,7 @@ def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
 
 
 def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:
-    """The task's reward of every response token, [N], response by response: all of it on the last one, 0 before.
+    """Return the task's reward of every response token, [N], response by response: all on the last token, 0 before.
 
     With ``--dense_reward`` an intermediate score goes to the token that completes its characters, or of several turns
     to the last one of its turn. ``decode``: token ids -> text.
@@ -106,7 +106,7 @@ def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np
 
 
 def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarray:
-    """``token_rewards`` of a response with intermediate scores, shaped as its reward is.
+    """Return ``token_rewards`` of a response with intermediate scores, shaped as its reward is.
 
     sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
     reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
@@ -133,7 +133,7 @@ def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarr
 
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:
-    """The ``count`` samples of highest reward to each prompt, the first of equal ones, in the order they came in."""
+    """Return each prompt's ``count`` samples of highest reward, the first of equal ones, in the order they came in."""
     ranked = sorted(range(len(samples)), key=lambda i: -samples[i].reward)
     taken: Counter[int] = Counter()
     kept = []
@@ -146,7 +146,7 @@ def best_of(samples: list[Sample], count: int) -> list[Sample]:
 
 
 def equal_groups(samples: list[Sample]) -> list[int]:
-    """The places in the batch whose responses all have the same reward: they carry no signal."""
+    """Return the places in the batch whose responses all have the same reward: they carry no signal."""
     rewards: dict[int, set[float]] = {}
     for sample in samples:
         rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
@@ -174,7 +174,7 @@ def replace_groups(
 
 
 def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
-    """Metrics over all groups that a step sampled, before dynamic sampling replaced those of equal reward."""
+    """Compute metrics over all groups that a step sampled, before dynamic sampling replaced those of equal reward."""
     groups = 0
     equal = 0
     rewards = []
@@ -196,7 +196,7 @@ def drop_solved(
     threshold: float,
     share: float,
 ) -> list[int]:
-    """``problems`` without those solved at a rate of at least ``threshold``: the best, at most ``share`` of all."""
+    """Return ``problems`` without the best of those solved at a rate >= ``threshold``, at most ``share`` of all."""
     solved = [i for i in problems if rates[i] >= threshold]
     solved.sort(key=lambda i: -rates[i])
     gone = set(solved[: int(share * len(problems))])
@@ -227,7 +227,7 @@ class Prompts:
         self.state = DrawState(kept=list(range(count)), rates=[0.0] * count)
 
     def draw(self, count: int) -> tuple[list[int], list[Problem]]:
-        """The next ``count`` problems: (their indices, the problems). Identical on every rank."""
+        """Return (indices, problems) of the next ``count`` problems. Identical on every rank."""
         state = self.state
         places = prompts_at(state.position, count, len(state.kept), self.args.seed)
         state.position += count
@@ -242,7 +242,7 @@ class Prompts:
             self.state.rates[index] = sum(map(is_correct, own)) / group
 
     def drop_solved(self) -> int:
-        """Drop solved problems if an epoch has ended since the last call; the number of problems still drawn."""
+        """Drop solved problems if an epoch has ended since the last call; return the number of problems still drawn."""
         state = self.state
         epoch = state.position // len(state.kept)
         if epoch > state.epoch:

@@ -38,7 +38,7 @@ GYM_UNSUPPORTED = {
 
 
 def tagged(value):
-    """A value as JSON that tells tuples from lists, and keys of other types from text; ``untagged`` undoes it."""
+    """Return a value as JSON that tells tuples from lists, and other keys from text; ``untagged`` undoes it."""
     if isinstance(value, tuple):
         return {"tuple": [tagged(v) for v in value]}
     if isinstance(value, list):
@@ -88,7 +88,7 @@ def without_plotting():
 
 @functools.lru_cache(maxsize=16)
 def gym_dataset(name: str, options: str):
-    """A data set of reasoning-gym with these options (JSON). Raises ValueError, TypeError or AssertionError if none.
+    """Create a data set of reasoning-gym with these options (JSON). Raises ValueError, TypeError or AssertionError.
 
     The ``datasets`` of a composite are ``[{"name": ..., "weight": ..., "config": {...}}]``.
     """
@@ -107,7 +107,7 @@ def gym_dataset(name: str, options: str):
 
 
 def gym_rows(name: str, options: dict) -> list[dict]:
-    """The rows of a data set of reasoning-gym, as plain JSON. Raises ValueError where there are none.
+    """Return the rows of a data set of reasoning-gym, as plain JSON. Raises ValueError if it cannot be made.
 
     ``metadata`` is for people and for own verifiers. The column ``reasoning_gym`` holds what the data set's own scorer
     needs: the metadata with its tuples, and the options of the data set.
@@ -134,7 +134,7 @@ def printed_rows(name: str, chosen: str) -> str:
 
 
 def _rows_here(name: str, chosen: str) -> list[dict]:
-    """``gym_rows`` with this process's hash seed. Raises as ``gym_dataset`` does."""
+    """Return ``gym_rows`` with this process's hash seed. Raises as ``gym_dataset`` does."""
     rows = []
     for entry in gym_dataset(name, chosen):
         scoring = {"dataset": name, "options": chosen, "metadata": tagged(entry["metadata"])}

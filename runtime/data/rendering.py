@@ -35,7 +35,7 @@ def check_template_variables(tokenizer, args) -> None:
 
 
 def load_tokenizer(args):
-    """The tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own.
+    """Load the tokenizer that ``--tokenizer_name_or_path`` names, or else the model's own.
 
     Never that of mistral-common, which a machine with vLLM has: it knows no chat template, and no control token in a
     text.
@@ -48,7 +48,7 @@ def load_tokenizer(args):
 
 
 def prompt_key(tokenizer, args) -> str:
-    """A name of tokenizer and template: it changes whenever the same messages could become other ids."""
+    """Return a hash of tokenizer and template that changes whenever the same messages could become other ids."""
     given = args.template.text
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -62,7 +62,7 @@ class Unrenderable(ValueError):
 
 
 def as_text(messages: Messages, tokenizer, template: str | None, variables: dict[str, Any]) -> str:
-    """A prompt as the chat template writes it, on every day with the date TODAY. Raises Unrenderable."""
+    """Render a prompt with the chat template, on every day with the date TODAY. Raises Unrenderable."""
     import jinja2
 
     try:
@@ -179,7 +179,7 @@ def variables_of(problems: list[Problem], args) -> dict[str, Any]:
 def render(
     conversations: list[Messages], tokenizer, template: str | None, variables: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens itself.
+    """Return the token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens.
 
     With another one, a tokenizer that begins every text with a BOS gets exactly one. ``variables``: what else the
     template reads. Raises Unrenderable.
@@ -200,12 +200,12 @@ def render(
 
 
 def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str, list]:
-    """A batch of conversations as JSON -> their token ids; ``how`` is what ``render`` takes."""
+    """Return the token ids of a batch of conversations in JSON; ``how`` holds the arguments of ``render``."""
     return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
 
 
 def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
-    """The rows of a task of reasoning-gym in random order, each question once; ``ids`` are those of the prompt."""
+    """Return the rows of a reasoning-gym task in random order, each question once; ``ids`` are those of the prompt."""
     system = {"role": "system", "content": SYSTEM_PROMPTS.get(source.split("?")[0], "")}
     rows = list({row["question"]: row for row in gym_rows(source, seed)}.values())
     conversations = [[system, {"role": "user", "content": row["question"]}] for row in rows]
@@ -216,7 +216,7 @@ def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
 
 
 def render_cached(dataset, tokenizer, args, variables: dict[str, Any]) -> list[list[int]]:
-    """``render`` of the column ``messages`` (JSON) of a data set: by several processes, and cached."""
+    """Apply ``render`` to the column ``messages`` (JSON) of a data set, in several processes, and cache the result."""
     import datasets
 
     how = {"tokenizer": tokenizer, "template": args.template.text, "variables": variables}
@@ -324,7 +324,7 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
 
 
 def render_problems(training: list[Problem], evaluation: list[Problem], tokenizer, args) -> tuple[list, list]:
-    """``render_prompts`` of a run's problems: those that are kept of both kinds, or exit code 2 where too few are."""
+    """Apply ``render_prompts`` to a run's problems and return those kept. Exits with code 2 if too few are left."""
     training = render_prompts(training, tokenizer, args)
     evaluation = render_prompts(evaluation, tokenizer, args)
     check_enough(training, evaluation, args)

@@ -59,7 +59,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """T: the tokens that the model wrote."""
+        """Number T of tokens that the model wrote."""
         return len(self.response_ids) - sum(end - start for start, end in self.observed)
 
     def own(self) -> np.ndarray:
@@ -70,7 +70,7 @@ class Sample:
         return own
 
     def last_turn(self) -> np.ndarray:
-        """The ids of the model's last turn."""
+        """Return the ids of the model's last turn."""
         return self.response_ids[self.observed[-1][1] if self.observed else 0 :]
 
     @property
@@ -82,7 +82,7 @@ class Sample:
         return self.reward_steps if "steps" in (self.outcome or ()) else ()
 
     def token_versions(self) -> np.ndarray:
-        """The version of the weights that sampled each token, [T]: s for those that step s begins with."""
+        """Return the version of the weights that sampled each token, [T]: s for the weights that step s begins with."""
         versions = [version for version, _ in self.weight_versions]
         starts = [start for _, start in self.weight_versions]
         return np.repeat(versions, np.diff([*starts, self.length]))
@@ -115,7 +115,7 @@ def earlier_turns(turns: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def pass_at_k(correct: int, total: int, k: int) -> float:
-    """Unbiased pass@k of ``correct`` right answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
+    """Return the unbiased pass@k of ``correct`` answers among ``total``: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374)."""
     return 1.0 - math.comb(total - correct, k) / math.comb(total, k)
 
 

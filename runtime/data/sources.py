@@ -43,7 +43,7 @@ class BrokenLine(ValueError):
 
 
 def local_files(source: str) -> list[Path]:
-    """The local files that a source names: one, several separated by commas, or a pattern such as data/*.parquet."""
+    """Return the local files of a source: one, several separated by commas, or a pattern such as data/*.parquet."""
     if Path(source).is_file():
         return [Path(source)]  # whatever is in its name
     found: list[Path] = []
@@ -59,7 +59,7 @@ def local_files(source: str) -> list[Path]:
 
 
 def source_name(source: str) -> str:
-    """A short name for the metrics: data/gsm8k_train.jsonl -> gsm8k_train, openai/gsm8k:main@test -> gsm8k."""
+    """Return a short name for the metrics: data/gsm8k_train.jsonl -> gsm8k_train, openai/gsm8k:main@test -> gsm8k."""
     if source.startswith(GYM):
         return source.removeprefix(GYM).partition("?")[0]
     name = source.split(",")[0].partition(":")[0]
@@ -71,7 +71,7 @@ def source_name(source: str) -> str:
 
 
 def digest(*parts: bytes) -> str:
-    """A name that changes whenever one of the parts does."""
+    """Return a hash of the parts, in hex."""
     total = hashlib.blake2b(digest_size=16)
     for part in parts:
         total.update(hashlib.blake2b(part).digest())
@@ -79,7 +79,7 @@ def digest(*parts: bytes) -> str:
 
 
 def digest_of_files(paths: list[Path]) -> str:
-    """A name that changes whenever the content of one of the files does."""
+    """Return a hash of the contents of files, in hex."""
     return digest(*(file_digest(path).encode() for path in paths))
 
 
@@ -87,7 +87,7 @@ def digest_of_files(paths: list[Path]) -> str:
 
 
 def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
-    """The rows of ``reasoning_gym:NAME?key=value&key=value``; min_answer=N keeps those whose answer is at least N."""
+    """Return the rows of ``reasoning_gym:NAME?key=value&key=value``; min_answer=N keeps those with an answer >= N."""
     name, _, query = source.removeprefix(GYM).partition("?")
     options: dict[str, Any] = {"size": 2000, "seed": seed}
     given = []
@@ -104,7 +104,7 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
 
 
 def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
-    """One source as raw data sets (``datasets.Dataset``), each with its files; several where its files differ in form.
+    """Read a source as raw data sets (``datasets.Dataset``), each with its files; several if the files' forms differ.
 
     ``rows_of`` makes rows of them. Ends with exit code 2 where the source cannot be read.
     """
@@ -118,14 +118,14 @@ def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
 
 
 def _as_json(rows: list):
-    """A data set in memory whose rows are JSON."""
+    """Return a data set in memory whose rows are JSON."""
     import datasets
 
     return datasets.Dataset.from_dict({AS_JSON: [json.dumps(row) for row in rows]})
 
 
 def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
-    """The data sets of files of one kind, each with its files.
+    """Return the data sets of files of one kind, each with its files.
 
     .jsonl and .parquet are converted once and then mapped from the cache.
     """
@@ -171,7 +171,7 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
 
 
 def _converted(kind: str, paths: list[Path], features):
-    """The data set that the library makes of text or parquet files, mapped from its cache.
+    """Return the data set that the library makes of text or parquet files, mapped from its cache.
 
     The library knows a file again by its time of modification. The name of the configuration is part of the cache's
     path as well, and is the files' content here: what was changed within a tick of the clock, or by a tool that sets
@@ -185,7 +185,7 @@ def _converted(kind: str, paths: list[Path], features):
 
 
 def _csv_table(path: Path):
-    """The cells of a CSV file as text: a column of types would make 17 of 0017, and a time of 12:30.
+    """Read the cells of a CSV file as text: with inferred types 0017 would become 17, and 12:30 a time.
 
     Raises ValueError for what is not UTF-8, and for a name that two columns have.
     """
@@ -206,7 +206,7 @@ def _csv_table(path: Path):
 
 
 def _parquet_schema(path: Path) -> str:
-    """The names and types of a parquet file's columns; "" where it has no rows, of which the library fails."""
+    """Return the names and types of a parquet file's columns; "" without rows, for which the library fails."""
     import pyarrow.parquet
 
     about = pyarrow.parquet.read_metadata(path)
@@ -214,7 +214,7 @@ def _parquet_schema(path: Path) -> str:
 
 
 def _saved_or_hub(source: str):
-    """A folder saved by ``datasets``, or a hub data set ID[:CONFIGURATION], each with @SPLIT at its end or train."""
+    """Load a saved ``datasets`` folder or a hub data set ID[:CONFIGURATION], with @SPLIT (default train) at its end."""
     import datasets
 
     quiet()
@@ -259,7 +259,7 @@ def _work_offline_without_hub() -> None:
 
 
 def quiet() -> None:
-    """Progress bars of ``datasets`` on a terminal's first rank only, and no messages of its own among ours."""
+    """Show progress bars of ``datasets`` only on a terminal's first rank, and none of its messages among ours."""
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a local file is read without asking the network
@@ -274,7 +274,7 @@ def quiet() -> None:
 
 
 def rows_of(batch: dict[str, list], start: int) -> list:
-    """A batch of a raw data set as rows of plain data; empty lines are left out.
+    """Return a batch of a raw data set as rows of plain data, without empty lines.
 
     ``start``: place of its first row in the data set. Raises BrokenLine.
     """
@@ -292,7 +292,7 @@ def rows_of(batch: dict[str, list], start: int) -> list:
 
 
 def _as_text(value: object) -> str:
-    """A value that JSON has no form for. Bytes that are not UTF-8 become lone surrogates, which no prompt may hold."""
+    """Convert a value without a form in JSON. Bytes that are not UTF-8 become lone surrogates, invalid in prompts."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
@@ -309,7 +309,7 @@ def refuse_broken_line(files: list[Path], error: BrokenLine) -> NoReturn:
 
 
 def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, words: str):
-    """``dataset.map(function)`` on batches with their indices, by several processes; kept in the cache under ``key``.
+    """Return ``dataset.map(function)`` on batches with indices, by several processes, from the cache under ``key``.
 
     ``columns``: name -> type of the result's columns, which replace those there were. The library does not lock a map:
     of several ranks that start at once each would compute it.
@@ -338,7 +338,7 @@ def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, w
 
 
 def int_lists(dataset, column: str) -> list[list[int]]:
-    """A column of lists of numbers as Python lists; the library's own way takes four times as long."""
+    """Return a column of lists of numbers as Python lists; the library's own way takes four times as long."""
     lists = []
     for chunk in dataset.with_format("arrow")[:][column].chunks:
         flat = chunk.flatten().to_numpy().tolist()
