@@ -43,7 +43,7 @@ sympy = _Sympy()
 
 @functools.lru_cache(maxsize=256)  # the samples of a group have one truth
 def parse_math(latex: str) -> list:
-    """LaTeX as math-verify reads it: sympy expressions, possibly none. Its own time-outs are signals and stay off.
+    """Parse LaTeX with math-verify into sympy expressions, possibly none; its own time-outs are signals and stay off.
 
     Its removal of units is off, too: it takes any last letter for one, and finds 2m equal to 2.
     """
@@ -81,7 +81,7 @@ def too_large(text: str) -> bool:
 
 
 def _size_of_power(exponent, base_size: float, exponent_size: float) -> float:
-    """The digits of a power: those of its base, as many times as its exponent says."""
+    """Return the number of digits of a power: those of its base, times its exponent."""
     if exponent_size > 4:
         return math.inf  # beyond LARGEST, and perhaps beyond a float
     times = abs(float(exponent))
@@ -89,7 +89,7 @@ def _size_of_power(exponent, base_size: float, exponent_size: float) -> float:
 
 
 def _size_of_factorial(argument, argument_size: float) -> float:
-    """The digits of n! or n!!, at most those of n to the power of n."""
+    """Return an upper bound of the digits of n! or n!!: the digits of n to the power of n."""
     if argument_size > 8:
         return math.inf  # beyond LARGEST, and perhaps beyond a float
     number = abs(float(argument))
@@ -117,7 +117,7 @@ def _has_tower(expression) -> bool:
 
 
 def _size(expression) -> float:
-    """An upper bound of the decimal digits that the numbers of an expression come to; symbols count as nothing."""
+    """Return an upper bound of the decimal digits of the numbers that an expression evaluates to; symbols have none."""
     sizes = [_size(part) for part in expression.args]
     largest = max(sizes, default=0.0)
     if largest > LARGEST:
@@ -167,7 +167,7 @@ def _elements(expression) -> list:
 
 
 def _numbers(expression) -> list:
-    """The numbers that an answer consists of, sorted; [] where it is not made of numbers."""
+    """Return the numbers that an answer consists of, sorted; [] if it does not consist of numbers."""
     elements = _elements(expression)
     if elements:
         return sorted(number for element in elements for number in _numbers(element))
@@ -246,7 +246,7 @@ def _sound(gold, found) -> bool:
 
 
 def parts_of(text: str) -> list[str]:
-    """The parts of a list without brackets around it, split at commas and at "and" and "or" outside of brackets."""
+    """Split a list without brackets around it at the commas, "and" and "or" that are outside of other brackets."""
     depth = 0
     depths = []  # of each character
     for character in text:
@@ -267,7 +267,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def _lengths(text: str) -> set[int]:
-    """The lengths that a list may have: with its commas as separators, and with those within a number left out."""
+    """Return the possible lengths of a list: with all commas as separators, and without those within a number."""
     joined = THOUSANDS.sub("", text)
     return {len(parts_of(text)), len(parts_of(joined))}
 
@@ -297,7 +297,7 @@ def _same_repetitions(answer: str, wanted: str) -> bool:
 
 
 def _kind(text: str) -> str:
-    """The brackets around a whole list: "\\\\{" of a set, "(" of a tuple; "" where there are none."""
+    """Return the opening bracket around an entire list: "\\\\{" of a set, "(" of a tuple; "" if there is none."""
     if "," not in text or len(parts_of(text)) != 1:
         return ""
     opening = OPENING.match(text)
@@ -321,7 +321,7 @@ def _is_inequality(expression) -> bool:
 
 
 def _solutions(expression, text: str) -> tuple | None:
-    """(unknown, the real numbers allowed) by linear inequalities of one unknown; the unknown of a bare set is None.
+    """Return (unknown, its allowed real numbers) of linear inequalities of one unknown; the unknown of a set is None.
 
     "or" unites; "and" and commas intersect, or unite where nothing would be left: "x < 1, x > 2". None for all else.
     """
@@ -378,7 +378,7 @@ def _same_complex(gold, found) -> bool:
 
 
 def _coordinates(expression) -> list:
-    """The coordinates of a tuple, a column or row, or a pair that was read as an open interval; [] of anything else."""
+    """Return the coordinates of a tuple, column or row, or of a pair read as an open interval; [] for anything else."""
     if isinstance(expression, sympy.MatrixBase) and 1 in expression.shape:
         return list(expression.flat())
     if isinstance(expression, sympy.Tuple):
@@ -389,7 +389,7 @@ def _coordinates(expression) -> list:
 
 
 def _along_axes(expression, size: int) -> list:
-    """The coordinates of a sum of the vectors i, j and k, the first ``size`` of them; [] of anything else."""
+    """Return the first ``size`` coordinates of a sum of the vectors i, j and k; [] for anything else."""
     named = {symbol.name: symbol for symbol in expression.free_symbols}
     if not isinstance(expression, sympy.Expr) or not named or not set(named) <= set("ijk"):
         return []
@@ -439,7 +439,7 @@ def _same_otherwise(gold, found, answer: str, wanted: str) -> bool:
 
 
 def _ratio(text: str) -> list | None:
-    """The terms of a ratio of three or more, each divided by the first; None for anything else."""
+    """Return the terms of a ratio of three or more, each divided by the first; None for anything else."""
     terms = []
     for part in text.split(":"):
         parsed = parse_math(part)
@@ -493,7 +493,7 @@ def _equal(gold: list, found: list, answer: str, wanted: str) -> bool:
 
 
 def without_thousands(text: str) -> str:
-    """A formula without the commas between the thousands of its numbers, unless brackets hold no other commas."""
+    """Remove the commas between the thousands of a formula's numbers, unless brackets hold no other commas."""
     return text if ONLY_COMMAS.search(text) else re.sub(GROUPED, lambda number: number[0].replace(",", ""), text)
 
 

@@ -128,7 +128,7 @@ DECORATION = [  # (pattern, what stands in its place) for the comparison of text
 
 @functools.lru_cache(maxsize=1024)
 def _plain(text: str) -> str:
-    """A text without what does not change its meaning; two equal ones are the same answer."""
+    """Remove from a text what does not change its meaning; if two results are equal, the answers are the same."""
     for pattern, instead in DECORATION:
         text = re.sub(pattern, instead, text)
     return text.strip().rstrip(".,")
@@ -167,7 +167,7 @@ def _same_words(answer: str, wanted: str) -> bool | None:
 
 
 def _ascii(text: str) -> str:
-    """A text with commands of LaTeX for the signs that have one: x^{2} for x², \\frac{1}{2} for ½."""
+    """Replace special characters of a text by commands of LaTeX: x² by x^{2}, ½ by \\frac{1}{2}."""
     text = re.sub("[\u00bc-\u00be\u2150-\u215e]", lambda sign: " " + unicodedata.normalize("NFKC", sign[0]), text)
     text = re.sub("([0-9]+)\u2044([0-9]+)", r"\\frac{\1}{\2}", text)
     for signs, script in ((RAISED, "^"), (LOWERED, "_")):
@@ -180,14 +180,14 @@ def _ascii(text: str) -> str:
 
 
 def _without_braces(text: str) -> str:
-    """A text without the pair of braces around the whole of it."""
+    """Remove the pair of braces around an entire text, if there is one."""
     whole = re.fullmatch(GROUP, text)
     return text[1:-1].strip() if whole and not re.search(r"\\(?:choose|over)(?![A-Za-z])", text) else text
 
 
 @functools.lru_cache(maxsize=1024)
 def tidy(text: str) -> str:
-    """An answer as it goes to the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 spelled out."""
+    """Prepare an answer for the parser: without delimiters around it, in ASCII, numbers such as 1.5e3 written out."""
     text = _ascii(text.translate(INVISIBLE).strip()).strip(' \t\r\n"')
     text = re.sub(r"(?<=[0-9])(?:\.\.\.|\u2026)$", r"\\ldots", without_delimiters(text))
     text = re.sub(r"(?<![\s.,;:\"`])(?:\\\\|\\[,;:! ]|[\s.,;:\"`])+$", "", text.replace("\\varnothing", "\\emptyset"))
@@ -245,7 +245,7 @@ CONSTANT = re.compile(r"\+\s*C\s*$|^\s*C\s*\+|=\s*C\s*\\?e")  # of integration
 
 
 def _phrase(text: str) -> str:
-    """A text as it is said: without commands around its words, and without punctuation at its ends."""
+    """Return the plain words of a text: without commands around them, and without punctuation at the ends."""
     plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
     return " ".join(plain.split()).strip(" .,$!")
 
@@ -257,7 +257,7 @@ def _said(text: str) -> str | None:
 
 
 def _option(text: str) -> tuple[str, str] | None:
-    """(letter, its text) of a choice such as "(D)", "D. 45" or "Option D"; None of other answers and of several."""
+    """Return (letter, text) of a choice such as "(D)", "D. 45" or "Option D"; None for other answers or several."""
     found = CHOICE.fullmatch(_phrase(re.sub(r"\\[ ,;!]", " ", text)))
     more = (found[4] or "").strip() if found else ""
     if not found or re.search(r"\([A-J]\)|\b[A-J][).:]|\b(?i:or|and|not)\b|\\(?:cdot|times|cup|cap)", more):
@@ -296,13 +296,13 @@ TAKEN_BACK = re.compile(
 
 
 def _verdict(text: str) -> str | None:
-    """The first word of "Yes, they are similar"; None where it is no yes, no, true or false, or is taken back."""
+    """Return the first word of "Yes, they are similar"; None if it is not yes, no, true or false, or is taken back."""
     found = VERDICT.fullmatch(_phrase(text))
     return None if not found or TAKEN_BACK.search(found[2] or "") else found[1].casefold()
 
 
 def _date(text: str) -> list[str] | None:
-    """The parts of a date, sorted, the month in three letters: of "May 3, 2024", "3rd of May 2024", "2024-05-03"."""
+    """Return the sorted parts of a date, its month in three letters: "May 3, 2024", "3rd of May 2024", "2024-05-03"."""
     digits = DATE.fullmatch(_phrase(text))
     if digits and 1 <= int(digits[2]) <= 12:
         return sorted([digits[1], MONTHS[int(digits[2]) - 1], digits[3].lstrip("0")])
@@ -334,7 +334,7 @@ def _same_kind_of_words(answer: str, wanted: str) -> bool | None:
 
 
 def _cases(text: str) -> list[tuple[str, str]] | None:
-    """The (value, condition) of each case of a function by cases; None for anything else."""
+    """Return (value, condition) of each case of a function defined by cases; None for anything else."""
     found = CASES.fullmatch(text)
     if found is None:
         return None
@@ -371,12 +371,12 @@ def _same_case(case: tuple[str, str], other: tuple[str, str]) -> bool:
 
 
 def _letters(text: str) -> set[str]:
-    """The variables of a formula: its letters, but for those of commands and of words."""
+    """Return the variables of a formula: its letters, except for those of commands and of words."""
     return set(re.findall("[A-Za-z]", re.sub(rf"{TEXT}{GROUP}|\\[A-Za-z]+", " ", text)))
 
 
 def _renamed(text: str, names: dict[str, str]) -> str:
-    """A formula with other names for its variables."""
+    """Rename the variables of a formula."""
     pieces = re.split(rf"({TEXT}{GROUP}|\\(?:begin|end)\s*{GROUP}|\\[A-Za-z]+)", text)
     return "".join(
         piece if i % 2 else "".join(names.get(letter, letter) for letter in piece) for i, piece in enumerate(pieces)
@@ -384,7 +384,7 @@ def _renamed(text: str, names: dict[str, str]) -> str:
 
 
 def _with_one_name(answer: str, wanted: str) -> tuple[str, str]:
-    """Two families of solutions without "k in Z", and with the same letter for what is any integer or a constant."""
+    """Remove "k in Z" from two families of solutions, and use the same letter for their integer or constant."""
     said, right = INTEGER.search(answer), INTEGER.search(wanted)
     if right:
         wanted = wanted[: right.start()]
@@ -399,7 +399,7 @@ def _with_one_name(answer: str, wanted: str) -> tuple[str, str]:
 
 
 def _with_cases_apart(answer: str, wanted: str) -> tuple[str, str]:
-    """Two formulas in which no variable is another one's capital: the parser does not tell M from m."""
+    """Rename variables of two formulas that differ in case alone: the parser does not tell M from m."""
     left, equals, right = answer.partition("=")
     name = wanted.partition("=")[0].strip()
     if equals and len(name) <= 8 and left.strip().casefold() == name.casefold():
@@ -423,7 +423,7 @@ IMPLIES = re.compile(r"\\(?:implies|iff|Rightarrow|Leftrightarrow|Longrightarrow
 
 
 def _systems(text: str) -> list[dict[str, str]] | None:
-    """The solutions of "p=5, q=2 or p=7, q=2", name -> value; None where no name of several is there twice."""
+    """Return each solution of "p=5, q=2 or p=7, q=2" as name -> value; None unless several share several unknowns."""
     solutions: list[dict[str, str]] = [{}]
     for part in parts_of(text):
         name, equals, value = (piece.strip() for piece in part.partition("="))
@@ -454,7 +454,7 @@ def _same_function(answer: str, wanted: str) -> bool:
 
 
 def _without_modulus(answer: str, wanted: str) -> tuple[str, str]:
-    r"""Two residues without "\pmod 5", which may be left away, but not be another one."""
+    r"""Remove "\pmod 5" from two residues: one of them may leave it out, but their moduli must not differ."""
     said, right = MODULUS.search(answer), MODULUS.search(wanted)
     if said and right and (said[1] or said[2]) != (right[1] or right[2]):
         return answer, ""
@@ -538,7 +538,7 @@ def _equal_values(answer: str, wanted: str) -> bool:
 
 
 def alternatives(truth: str) -> list[str]:
-    """The truths of which any one is right: those of a JSON list of texts, or else the truth alone."""
+    """Return the truths of which any one is right: those of a JSON list of texts, or else the truth alone."""
     if truth.lstrip().startswith("["):
         try:
             found = json.loads(truth)
@@ -560,7 +560,7 @@ JOINS_RIGHT = re.compile(r"\s*(?:[-+*/^_({\[!]|\\(?:cdot|times|div|pm|frac|sqrt|
 
 
 def _seen(text: str) -> str:
-    """A formula or a question without what makes no difference between two copies of a formula."""
+    """Remove from a formula or a question what may differ between two copies of a formula."""
     text = UNSEEN.sub(" ", re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"\$+|\\[()\[\]]", EDGE, text)))
     text = re.sub(r"\{\s*([0-9A-Za-z]+)\s*\\choose\s*([0-9A-Za-z]+)\s*\}", r"\\binom{\1}{\2}", text)
     text = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)

@@ -40,7 +40,7 @@ class CodeTests:
 
 
 def _time_limit(row: dict) -> float:
-    """Seconds for a program of this row. Raises ValueError for a time limit that is none."""
+    """Return the time limit of a row's programs, in seconds. Raises ValueError for an invalid one."""
     given = row.get("time_limit")
     if given is None:
         return CODE_SECONDS
@@ -54,7 +54,7 @@ def _time_limit(row: dict) -> float:
 
 
 def _python_prompt(prompt: object, entry: str) -> str:
-    """The prompt if it is Python with definitions, as in HumanEval; "" if it is text or a chat.
+    """Return the prompt if it is Python with definitions, as in HumanEval; "" if it is text or a chat.
 
     Raises SyntaxError where it begins the function itself and is not Python: programs could not follow it.
     """
@@ -71,7 +71,7 @@ def _python_prompt(prompt: object, entry: str) -> str:
 
 
 def _input_output_tests(truth: str, row: dict) -> CodeTests:
-    """Tests as APPS, TACO and AReaL have them: ``{"inputs": [...], "outputs": [...], "fn_name": "f"}``.
+    """Read tests as APPS, TACO and AReaL have them: ``{"inputs": [...], "outputs": [...], "fn_name": "f"}``.
 
     Without fn_name an input and an output are the text of stdin and stdout, or its lines. With it an input is a list of
     arguments, the function may be a method of a class Solution, and a list of one output stands for the output itself
@@ -102,7 +102,7 @@ def _input_output_tests(truth: str, row: dict) -> CodeTests:
 
 
 def _code_tests(truth: str, row: dict) -> CodeTests:
-    """The tests of a row. Raises ValueError or what Python and JSON raise for tests that are none."""
+    """Read the tests of a row. Raises ValueError, or the errors of Python and JSON, for invalid tests."""
     entry, seconds = str(row.get("entry_point") or ""), _time_limit(row)
     parts = [part.removesuffix("()") for part in entry.split(".")]
     if entry and not all(part.isidentifier() for part in parts):
@@ -140,7 +140,7 @@ def _code_tests(truth: str, row: dict) -> CodeTests:
 
 
 def _text_tests(found: list[dict], entry: str, row: dict) -> CodeTests:
-    """Tests whose input and output are text, as LiveCodeBench has them.
+    """Read tests whose input and output are text, as LiveCodeBench has them.
 
     They are stdin and stdout; with ``"testtype": "functional"`` each line of an input is an argument, and the output a
     value, in JSON. The function is then named by ``func_name`` in the test's or the row's metadata, or by entry_point.
@@ -193,7 +193,7 @@ MAIN = re.compile(r"\b(?:unittest|pytest)\.main\(")
 
 
 def _with_runner(truth: str) -> str:
-    """Test code that runs what it only defines: functions test_* without parameters, and classes of unittest.
+    """Make test code run what it only defines: functions test_* without parameters, and classes of unittest.
 
     Its own calls of unittest.main() and pytest.main() are left out; of pytest there are raises and approx.
     """
@@ -280,12 +280,12 @@ def _same(message: dict, expected: object) -> bool:
 
 
 def _longest_reply(expected: object) -> int:
-    """Bytes that a right value can need: what is longer is not read."""
+    """Return the largest number of bytes that a right value can need; what is longer is not read."""
     return 2**16 + 20 * len(json.dumps(expected))
 
 
 def _whole(digits: str) -> int:
-    """A whole number of JSON. Python needs quadratic time to read one, and long ones come in hexadecimal."""
+    """Parse an integer of JSON. Python needs quadratic time to read one, so long ones are sent in hexadecimal."""
     if len(digits) > 20:
         raise ValueError("a number longer than the sandbox sends")
     return int(digits)
@@ -412,7 +412,7 @@ CLOSING = re.compile(r"^\s*(`{3,}+|~{3,}+)|(?<![`~])(`{3,}+|~{3,}+)(?=\s*$|</)")
 
 
 def names_wanted(tests: CodeTests) -> set[str]:
-    """The functions and classes that a program may have to define for its tests."""
+    """Return the names of the functions and classes that a program may have to define for its tests."""
     if tests.check and not tests.entry:
         nodes = ast.walk(ast.parse(tests.check))
         return {node.id for node in nodes if isinstance(node, ast.Name)}
@@ -420,7 +420,7 @@ def names_wanted(tests: CodeTests) -> set[str]:
 
 
 def _program_in(text: str, names: set[str] = frozenset()) -> str:
-    """The last fenced block that is marked as Python, or else the last without a mark, or else all of the text.
+    """Return the last fenced block marked as Python, or else the last without a mark, or else the entire text.
 
     A later block that defines none of the ``names``, where an earlier one does, is an example of how they are used. A
     fence that is never closed is closed by the end. Without fences the inside of ``<answer>...</answer>`` counts.
@@ -460,7 +460,7 @@ def _program_in(text: str, names: set[str] = frozenset()) -> str:
 
 
 def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
-    """(column, program) of a row that holds a right program; ("", "") where none does, prose for example."""
+    """Return (column, program) of a row that holds a right program, or ("", "") if it holds none but perhaps prose."""
     for column in SOLUTION_COLUMNS:
         text = row.get(column)
         program = _program_in(text) if isinstance(text, str) else ""

@@ -68,7 +68,7 @@ class ConversationScorer:
                 )
 
     def ids_of(self, messages: Messages, response: str) -> list[int]:
-        """The token ids of a conversation. Raises ValueError for one without an embedding, which would be random."""
+        """Return a conversation's token ids. Raises ValueError for one without an embedding, which would be random."""
         text = [*messages, {"role": "assistant", "content": response}]
         ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=self.date.strftime)
         largest = max(ids, default=0)
@@ -77,7 +77,7 @@ class ConversationScorer:
         return ids[-self.longest :] if self.longest else ids  # the end is what is scored
 
     def score(self, conversations: list[tuple[Messages, str]]) -> list[float]:
-        """(messages, response) -> score, each as if it were alone. Raises RuntimeError when one is not finite."""
+        """Score (messages, response) pairs, each as if it were alone. Raises RuntimeError if a score is not finite."""
         rows = [self.ids_of(messages, response) for messages, response in conversations]
         scores: dict[int, float] = {}
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
@@ -99,7 +99,7 @@ class ConversationScorer:
 
 
 def most_tokens(model) -> int | None:
-    """The tokens that a model takes, None without a limit. RoBERTa's positions begin after ``padding_idx``."""
+    """Return the most tokens that a model supports, None without a limit. RoBERTa counts from after ``padding_idx``."""
     for name, module in model.named_modules():
         first = getattr(module, "padding_idx", None)
         if name.endswith("position_embeddings") and first is not None:

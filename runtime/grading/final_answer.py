@@ -125,7 +125,7 @@ def after_thinking(response: str) -> str:
 
 
 def number_of(text: str) -> Fraction:
-    """The exact value of a number such as "1,024", "-$5", "1e3" or "7/2". Raises ValueError for anything else."""
+    """Return the exact value of a number such as "1,024", "-$5", "1e3" or "7/2". Raises ValueError for other texts."""
     plain = re.sub(r"\{,\}|[,\s$\u20ac\u00a3]|\\(?=\$)|\\!", "", re.sub(f"[{DASHES}]", "-", text))
     plain = re.sub(r"\\[dtc]?frac(?:\{(.*?)\}\{(.*?)\}|([0-9])([0-9]))", r"\1\3/\2\4", plain)
     top, divided, bottom = plain.partition("/")
@@ -155,14 +155,14 @@ def _is_part(text: str, number: re.Match) -> bool:
 
 
 def _standing(text: str) -> Iterator[re.Match]:
-    """The numbers of a text, from the last to the first, without the exponents of units."""
+    """Yield the numbers of a text, from the last to the first, without the exponents of units."""
     for number in reversed(collections.deque(NUMBER.finditer(text), maxlen=20)):
         if not re.search(r"[A-Za-z]\^\{?$", text[max(0, number.start() - 4) : number.start()]):
             yield number
 
 
 def last_number_in(text: str) -> str | None:
-    """The last number of a text; None where it is denied ("not 42"), or part of a power, a time, a range or a name."""
+    """Return the last number of a text; None if it is denied ("not 42"), or part of a power, time, range or name."""
     text = text.translate(INVISIBLE)
     number = next(_standing(text), None)
     if number is None or _is_part(text, number) or REJECTED.match(text, number.end()):
@@ -171,7 +171,7 @@ def last_number_in(text: str) -> str | None:
 
 
 def marked_number(text: str) -> str | None:
-    """The number behind the last "####", on its line or the next one, behind the line's last "=" if it has one.
+    """Return the number after the last "####", on its line or the next one, after the line's last "=" if it has one.
 
     None where several numbers stand there, where the line before holds another marked number, or where the text takes
     it back ("Wait, it is 8"). Only numbers in brackets may follow.
@@ -197,7 +197,7 @@ def marked_number(text: str) -> str | None:
 
 
 def _content_of_box(text: str, start: int) -> tuple[str, int] | None:
-    r"""(content, index after it) of the box whose content begins at ``start``; None where it is open or empty.
+    r"""Return (content, index after it) of the box whose content begins at ``start``; None if it is open or empty.
 
     Without a brace the content is what TeX would take: the next command or number (``\boxed 5``).
     """
@@ -230,7 +230,7 @@ def _joined(between: str, content: str, several: bool) -> bool:
 
 
 def boxed_answer(text: str, several: bool) -> tuple[str, int, int]:
-    r"""(answer, its begin, its end): the last box with those joined to it; ``\boxed{1}$ and $\boxed{2}`` is "1, 2".
+    r"""Return (answer, begin, end) of the last box and those joined to it; ``\boxed{1}$ and $\boxed{2}`` is "1, 2".
 
     The answer is "" where the last box is open or empty.
     """
@@ -255,7 +255,7 @@ def boxed_answer(text: str, several: bool) -> tuple[str, int, int]:
 
 
 def _between_delimiters(text: str) -> str | None:
-    """The formula with which ``text`` begins, and a unit or percent sign after it; None where it is not alone."""
+    """Return the formula at the beginning of ``text`` with a unit or percent sign after it; None if it is not alone."""
     for opening, closing in DELIMITED:
         if not text.startswith(opening):
             continue
@@ -273,7 +273,7 @@ def _between_delimiters(text: str) -> str | None:
 
 
 def _before_prose(line: str) -> str:
-    """A plain answer without what is said after it; the whole line where that takes the answer back."""
+    """Return a plain answer without the prose after it, or the entire line if the prose takes the answer back."""
     prose = PROSE.search(line)
     if prose is None or CORRECTED.match(line[prose.end() :]):
         return line
@@ -281,7 +281,7 @@ def _before_prose(line: str) -> str:
 
 
 def _before_tail(line: str) -> str | None:
-    """The number, formula or choice with which a line begins, where nothing but a reason follows; else None."""
+    """Return the number, formula or choice at the beginning of a line if only a reason follows it, else None."""
     value = VALUE.match(line)
     if value is None:
         return None
@@ -300,7 +300,7 @@ def _before_tail(line: str) -> str | None:
 
 
 def _of_sentence(line: str) -> str:
-    """The value that a sentence states: what follows its last "is", or the only number that it has."""
+    """Return the value that a sentence states: what follows its last "is", or the only number that it has."""
     sentence = line[: stop.start()] if (stop := re.search(r"[.!](?=\s|$)", line)) else line
     if (
         HEDGE.search(sentence)
@@ -343,7 +343,7 @@ def _announced_answer(text: str) -> str | None:
 
 
 def _stated(line: str) -> str:
-    """A line that is a value already, or else the value that its first sentence states."""
+    """Return a line that is a value already, or else the value that its first sentence states."""
     begins = VALUE.match(line)
     if begins and not re.match(rf"\s+{IS}\b", line[begins.end() :][:20]):
         return line
@@ -414,7 +414,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def without_delimiters(text: str) -> str:
-    """A text without what may stand around the whole of it."""
+    """Remove the delimiters around an entire text."""
     for opening, closing in DELIMITED:
         inside = text[len(opening) : -len(closing)]
         if text.startswith(opening) and text.endswith(closing) and inside and opening not in inside:

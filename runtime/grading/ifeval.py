@@ -24,7 +24,7 @@ def _related(count: int, relation: str, wanted: int) -> bool:
 
 
 def _language(text: str) -> str | None:
-    """The language code that langdetect finds; None where it finds nothing to go by. Raises ValueError without it."""
+    """Return the language code by langdetect, None if it cannot tell. Raises ValueError if it is not installed."""
     try:
         import langdetect
     except ImportError:
@@ -37,7 +37,7 @@ def _language(text: str) -> str | None:
 
 
 def _nltk(function: str, text: str) -> list[str]:
-    """Sentences or words by nltk. Raises ValueError where nltk or its data is missing."""
+    """Split a text into sentences or words by nltk. Raises ValueError if nltk or its data is missing."""
     try:
         import nltk
 
@@ -75,7 +75,7 @@ def number_sentences(text: str, given: dict) -> bool:
 
 
 def number_paragraphs(text: str, given: dict) -> bool:
-    """Paragraphs with ``***`` between them; an empty one may only be the first or the last."""
+    """Check the number of paragraphs separated by ``***``; only the first or the last may be empty."""
     paragraphs = re.split(r"\s?\*\*\*\s?", text)
     if not all(paragraph.strip() for paragraph in paragraphs[1:-1]):
         return False
@@ -88,7 +88,7 @@ def number_words(text: str, given: dict) -> bool:
 
 
 def nth_paragraph_first_word(text: str, given: dict) -> bool:
-    """Paragraphs with blank lines between them; the first word of one of them, up to its punctuation."""
+    """Check the number of paragraphs separated by blank lines, and the first word of one, up to its punctuation."""
     paragraphs = text.split("\n\n")
     count = sum(bool(paragraph.strip()) for paragraph in paragraphs)
     if given["nth_paragraph"] > count:
@@ -102,7 +102,7 @@ def nth_paragraph_first_word(text: str, given: dict) -> bool:
 
 
 def number_placeholders(text: str, given: dict) -> bool:
-    """Pairs of brackets on one line. They are looked for bracket by bracket: an expression would read on from each."""
+    """Check the number of pairs of brackets, found one by one: a regular expression would read on from each."""
     count = 0
     for line in text.split("\n"):
         begin = line.find("[")
@@ -153,7 +153,7 @@ def json_format(text: str, given: dict) -> bool:
 
 
 def title(text: str, given: dict) -> bool:
-    """Something between ``<<`` and the line's last ``>>``."""
+    """Check for text between ``<<`` and the line's last ``>>``."""
     for line in text.split("\n"):
         begin = line.find("<<")
         end = line.rfind(">>")
@@ -166,7 +166,7 @@ def title(text: str, given: dict) -> bool:
 
 
 def two_responses(text: str, given: dict) -> bool:
-    """Two different answers with ``******`` between them; an empty part may only be the first or the last."""
+    """Check for two different answers with ``******`` between them; only the first or the last part may be empty."""
     parts = text.split("******")
     if not all(part.strip() for part in parts[1:-1]):
         return False
@@ -229,7 +229,7 @@ CONSTRAINTS: dict[str, Callable[[str, dict], bool]] = {
 
 
 def constraints_of(truth: str, row: dict) -> tuple[list, list]:
-    """(names, arguments) of a row's constraints: the truth as JSON or as Python, or else the row's columns.
+    """Return (names, arguments) of a row's constraints: from the truth as JSON or Python, or else the row's columns.
 
     ``{"instruction_id_list": [...], "kwargs": [...]}``, open-instruct's list of one object with ``instruction_id``,
     and kwargs that are text. Raises SyntaxError, ValueError, KeyError or TypeError for anything else.

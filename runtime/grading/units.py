@@ -167,7 +167,7 @@ def unit_of(text: str) -> tuple:
 
 
 def _word_tail(text: str) -> re.Match | None:
-    """Bare words after a number that name what is counted; None where they are letters that are multiplied."""
+    """Match bare words after a number that name what is counted; None if they are letters that are multiplied."""
     words = WORD_TAIL.search(text)
     if words is None:
         return None
@@ -188,7 +188,7 @@ def _word_tail(text: str) -> re.Match | None:
 
 @functools.lru_cache(maxsize=1024)
 def split_unit(text: str) -> tuple[str, tuple]:
-    """(value, unit) of an answer such as ``5\\text{ cm}``, "12 apples" or ``\\$3``; letters alone are variables."""
+    """Return (value, unit) of an answer such as ``5\\text{ cm}``, "12 apples", ``\\$3``; bare letters are variables."""
     whole = re.fullmatch(TEXT + r"\{([^{}]*[0-9][^{}]*)\}", text)
     text = whole[1].strip() if whole else text
     money: tuple = ()
@@ -230,7 +230,7 @@ AMOUNT = re.compile(r"([0-9][0-9,]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\b\.?\s*(?:,|and\
 
 
 def amount_of(text: str) -> tuple[str, Fraction, int] | None:
-    """(unit, how many of it, number of parts) of "1 hour 30 minutes" or "5 ft"; None of anything else."""
+    """Return (unit, amount in it, number of parts) of "1 hour 30 minutes" or "5 ft"; None for anything else."""
     plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
     plain = re.sub(r"\\[,;:! ]|~|\\text", " ", plain).strip()
     total, bases, end, count = Fraction(0), set(), 0, 0
@@ -255,7 +255,7 @@ CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::[0-5][0-9])?")
 
 
 def decimal_of(text: str) -> Decimal | None:
-    """The exact value of a number in decimals, perhaps times a power of ten; None for anything else."""
+    """Return the exact value of a decimal number, perhaps times a power of ten; None for anything else."""
     found = DECIMAL.fullmatch(text)
     digits = re.sub("[^0-9]", "", found[2]) + (found[3] or "") if found else ""
     if not digits:

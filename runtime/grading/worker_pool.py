@@ -23,12 +23,12 @@ MANY = 16  # responses on each of which a verifier of the user's own must have r
 
 
 def names_of(verifier: str) -> list[str]:
-    """The verifiers of a row: one name, or several with commas between."""
+    """Return the verifiers of a row: one name, or several with commas between."""
     return [name.strip() for name in verifier.split(",")]
 
 
 def prepare_workers(verify: Callable, verifiers: list[str]) -> None:
-    """In the nursery: import what takes long, so that no worker does it again, and no sample's time pays for it.
+    """Import in the nursery what takes long, so that no worker does it again, and no sample's time pays for it.
 
     The module of ``verify`` was imported when this call arrived here.
     """
@@ -39,7 +39,7 @@ def prepare_workers(verify: Callable, verifiers: list[str]) -> None:
 
 
 def start_worker(verifiers: list[str], unsafe: bool) -> None:
-    """In a new worker: tie its life to the run's, limit its memory, and give it its own sandboxes."""
+    """Prepare a new worker: tie its life to the run's, limit its memory, and give it its own sandboxes."""
     import resource
 
     process.live_for_parent()
