@@ -97,7 +97,7 @@ class Engine:
         self.message("engine")
 
     def message(self, what: str) -> tuple:
-        """The thread's next message.
+        """Wait for the next message of the engine's thread and return it.
 
         Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample. Once may be a
         crash of its own, unless the exception is one of ``PERMANENT``.
@@ -183,7 +183,7 @@ class Engine:
         self.probe_batch = self.ask(prompts, [(place, 0, place) for place in places], sampling | short)
 
     def probe_samples(self) -> list[Sample]:
-        """This rank's part of what the last ``request_probe`` asked for."""
+        """Wait for the samples that the last ``request_probe`` asked for, and return those of this rank."""
         until = ("until", self.probe_batch.number)
         self.inbox.put(until)
         while self.probe_batch.unfinished:
@@ -299,7 +299,7 @@ class Queue:
             self.engine.request_probe(self.source.problems, self.sampling)
 
     def next(self) -> Batch:
-        """The oldest batch."""
+        """Remove the oldest batch from the queue and return it."""
         return self.batches.popleft()
 
     def update_state(self) -> None:

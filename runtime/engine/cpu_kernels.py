@@ -20,7 +20,7 @@ def takes(weight: torch.Tensor | None, variance_size: int | None, *tensors: torc
 
 
 def kernel_config() -> dict:
-    """The argument ``kernel_config`` of vLLM's ``LLM``. Registers the implementations if that was not done before."""
+    """Return the argument ``kernel_config`` of vLLM's ``LLM``, after registering the implementations if necessary."""
     from vllm import ir
     from vllm.platforms import current_platform
 

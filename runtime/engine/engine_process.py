@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 
 def lay_out(weights: Weights) -> list[Place]:
-    """A place for each tensor, one after another; what is tied has one place."""
+    """Assign each tensor a place in the block, one after another. Tied tensors share one place."""
     starts: dict[tuple, int] = {}
     layout: list[Place] = []
     free = 0
@@ -70,12 +70,12 @@ def lay_out(weights: Weights) -> list[Place]:
 
 
 def tensors_of(block: torch.Tensor, layout: list[Place]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in the block, which is one of bytes."""
+    """Return the tensors of a layout as views of the block, a tensor of bytes."""
     return [(place.name, block[place.start : place.end].view(place.dtype).view(place.shape)) for place in layout]
 
 
 def mapped(file: int, size: int) -> torch.Tensor:
-    """The block that an open file is, which may be closed afterwards."""
+    """Map an open file into memory as a tensor of bytes. The file may be closed afterwards."""
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
@@ -134,7 +134,7 @@ class EngineProcess:
         self.code = workers.loaded_code()  # a process that is started later must run the same
 
     def relay(self, args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
-        """The thread: start the process, and hand on messages until the last, or until nobody reads them."""
+        """Start the process and forward messages until the last, or until nobody reads them. Runs in a thread."""
         setting = (args, dtype, rank, world_size, stop_ids)
         try:
             child, line = self._start(setting)
@@ -171,7 +171,7 @@ class EngineProcess:
 
 
 def hand_on(inbox: Mailbox, outbox: Mailbox, line: Connection, pid: int) -> None:
-    """The other thread: what arrives in the inbox goes to the engine's process."""
+    """Send the messages of the inbox to the engine's process. Runs in a second thread."""
     giver = WeightsSender(line, pid)
     message = ()
     try:
@@ -198,7 +198,7 @@ def describe_end(code: int | None) -> str:
 
 @contextlib.contextmanager
 def own_gpu_alone() -> Iterator[None]:
-    """A process that is started inside sees the GPU of this rank alone: vLLM takes the first that it sees."""
+    """Run the body with only this rank's GPU visible to the processes it starts: vLLM uses the first that it sees."""
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK")
     before = {name: os.environ[name] for name in names if name in os.environ}
     process.see_one_gpu()
@@ -225,7 +225,7 @@ class Inbox:
         return not self.line.poll()
 
     def get(self) -> tuple:
-        """The next message. Raises EOFError when the trainer's process is gone."""
+        """Return the next message. Raises EOFError when the trainer's process is gone."""
         match self.line.recv():
             case ("weights", version, layout, handle):
                 if handle is not None:  # a block on the GPU, which is the first one here, whatever its number there
@@ -238,7 +238,7 @@ class Inbox:
                 return message
 
     def _receive(self, size: int) -> torch.Tensor:
-        """The block, whose file follows its message."""
+        """Receive the block of weights, whose file handle follows its message."""
         file = multiprocessing.reduction.recv_handle(self.line)
         try:
             return mapped(file, size)

@@ -34,7 +34,7 @@ Weights = list[tuple[str, torch.Tensor]]
 
 
 def weights_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
-    """The group that weights are broadcast in: trainer 0, which sends, then every rank of every engine.
+    """Create the group that broadcasts weights: trainer 0, which sends, then every rank of every engine.
 
     It is nobody's default group, so DeepSpeed has the trainers' and vLLM the engine's.
     """
@@ -53,7 +53,7 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
 
 
 def own_device() -> torch.device:
-    """The device of this rank. The thread that calls this works on it from now on."""
+    """Return the device of this rank, and make it the current device of the calling thread."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -61,7 +61,7 @@ def own_device() -> torch.device:
 
 
 def keep_watch(line: Connection) -> Connection:
-    """A line that ends when the other end does not answer any more."""
+    """Make a connection end when its other end no longer answers, and return it."""
     with socket.socket(fileno=os.dup(line.fileno())) as same:
         network.watch_other_end(same)
     return line
@@ -91,7 +91,7 @@ class Engines:
         self.answers: list[tuple] = []  # to the last message that every line answers
 
     def relay(self, args, dtype: torch.dtype, rank: int, world_size: int, stop_ids, inbox, outbox) -> None:
-        """The thread: build the engines, then hand on every message until the last."""
+        """Build the engines, and forward every message until the last. Runs in a thread."""
         try:
             if self.life == 0:
                 self._connect()
@@ -193,7 +193,7 @@ class Engines:
         return ", ".join(gone)
 
     def _read(self) -> None:
-        """The other thread: what arrives on the lines goes to the outbox, until all of them have ended."""
+        """Put the messages of all connections into the outbox until each one has ended. Runs in a second thread."""
         open_lines = list(self.lines)
         while open_lines:
             for line in wait(open_lines):
@@ -232,7 +232,7 @@ def report(line: Connection, life: int, shard: int, message: tuple) -> None:
 
 
 def serve(args, thread: Callable) -> None:
-    """An engine rank from its start to its end. ``thread``: the script's function, which builds and steps the engine.
+    """Run an engine rank from start to end. ``thread``: the script's function that builds and steps the engine.
 
     Returns when its trainer says stop. Ends the process when the trainer, or any other rank, is gone.
     """
@@ -307,7 +307,7 @@ def join_shards(store: dist.Store, engine: int, shard: int) -> None:
 
 
 def from_line(line: Connection, entries: list[tuple]) -> Weights:
-    """The weights of a push to one trainer's engines, in CPU memory."""
+    """Receive the weights of a push to the engines of one trainer, into CPU memory."""
     raw = [torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.uint8) for _ in entries]
     return [(name, data.view(dtype).view(shape)) for (name, shape, dtype), data in zip(entries, raw, strict=True)]
 

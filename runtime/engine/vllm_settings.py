@@ -32,7 +32,7 @@ def take_gpu(args) -> None:
 
 
 def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
-    """The setting that a rank's memory depends on. Its GPU is the smallest of the node, so all ranks get one size."""
+    """Return the setting that a rank's memory depends on, for the smallest GPU of the node: all ranks get one size."""
     cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     critic = not getattr(args, "disable_value", True)
     fast = not cards and cpu_rates.is_fast(product_rates(args), dtype)
@@ -40,7 +40,7 @@ def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
 
 
 def product_rates(args) -> dict[str, float]:
-    """The rates by which sizes and data type are chosen on a CPU; empty on a GPU."""
+    """Return the matrix product rates that decide sizes and data type on a CPU, or {} on a GPU."""
     if torch.cuda.is_available():
         return {}
     return args.recorded_choices.get("product_rates") or cpu_rates.known_rates()
@@ -52,7 +52,7 @@ def trains(args) -> bool:
 
 
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
-    """The fraction of a GPU's memory that an engine takes; next to a trainer it leaves enough for the trainer."""
+    """Return the fraction of a GPU's memory for an engine. Next to a trainer it leaves enough for the trainer."""
     if args.vllm_engines > 0 or not trains(args):
         return default_sizes(args, True).vllm_gpu_memory_utilization
     model = read_model(args.model)

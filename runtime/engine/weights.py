@@ -85,7 +85,7 @@ def reload_worker(worker, weights: NamedWeights) -> list[str]:
 
 
 def accepted(model, config, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
-    """The ``weights`` that a vLLM model has a place for: some (Gemma 2, Gemma 3n) have no module for a tied head."""
+    """Yield the weights that a vLLM model has a place for: some (Gemma 2, Gemma 3n) have no module for a tied head."""
     tied = any(getattr(part, "tie_word_embeddings", False) for part in (config, config.get_text_config()))
     places = {name for name, _ in [*model.named_children(), *model.named_parameters(recurse=False)]}
     mapper = getattr(model, "hf_to_vllm_mapper", None)
