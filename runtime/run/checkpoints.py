@@ -45,7 +45,7 @@ def random_states() -> dict:
 
 
 def set_random_states(states: dict) -> None:
-    """The reverse of ``random_states``."""
+    """Restore the random states that ``random_states`` returned."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002

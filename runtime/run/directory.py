@@ -304,7 +304,7 @@ def damage(checkpoint: Path) -> str:
 
 
 def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
-    """The checkpoint that ``--resume`` means; None where there is none and nothing is lost by starting from scratch.
+    """Return the checkpoint that ``--resume`` selects, or None if there is none and a fresh start loses nothing.
 
     auto takes the newest one whose manifest matches, and reports why newer ones were skipped. Ends with exit code 2
     where all are damaged, and where the checkpoint belongs to another run or other code.
@@ -326,7 +326,7 @@ def choose_checkpoint(folder: Path, args, world_size: int) -> Path | None:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest intact checkpoint in the folder of a run; None where there is none at all.
+    """Return the newest intact checkpoint in the folder of a run, or None if there is no checkpoint at all.
 
     Prints why newer ones were skipped. Ends with exit code 2 where all are damaged.
     """

@@ -46,13 +46,13 @@ class Case:
 
     @classmethod
     def of(cls, folder: Path) -> Case:
-        """The run in ``folder``, which may still be going, with some of its samples where it has many."""
+        """Read the run in ``folder``, which may still be in progress, with a subset of its samples if it has many."""
         samples = map(brief, records(folder / "samples.jsonl"))
         few, _ = thin(samples, SAMPLES)
         return cls(args=read_config(folder).get("args", {}), metrics=read(folder / "metrics.jsonl"), samples=few)
 
     def curve(self, name: str) -> pd.Series:
-        """A metric over the steps that have a finite value of it."""
+        """Return a metric over the steps in which it has a finite value."""
         return series(self.metrics, name).dropna()
 
     def start(self, name: str) -> pd.Series:
@@ -76,7 +76,7 @@ class Case:
         return values[values.index > self.step_at(2 / 3)]
 
     def step_at(self, share: float) -> float:
-        """The step after which this share of the logged steps is over."""
+        """Return the step after which this share of the logged steps is over."""
         begin = self.metrics[0]["step"] - 1
         return begin + share * (self.metrics[-1]["step"] - begin)
 
@@ -85,11 +85,11 @@ class Case:
         return len(self.metrics) >= TREND_STEPS
 
     def reward(self) -> str:
-        """The reward metric of everything drawn: that of kept samples hides what is learned."""
+        """Return the name of the reward metric: of all drawn samples if logged, as kept ones hide what is learned."""
         return "data/reward_mean" if len(self.curve("data/reward_mean")) else "reward/mean"
 
     def equal(self) -> str:
-        """The metric of groups of equal reward among all that were drawn."""
+        """Return the name of the metric of zero-variance groups: among all drawn groups if logged."""
         of_all_drawn = "data/zero_std_frac"
         if len(self.curve(of_all_drawn)):
             return of_all_drawn
@@ -105,14 +105,14 @@ class Case:
 
 
 def since(bad: pd.Series) -> int:
-    """The first step of the stretch of True values that lasts until the end; the last step if there is none."""
+    """Return the first step of the final stretch of True values, or the last step if there is none."""
     good = bad.index[~bad]
     stretch = bad.index if len(good) == 0 else bad.index[bad.index > good[-1]]
     return int(stretch[0] if len(stretch) else bad.index[-1])
 
 
 def smooth(values: pd.Series) -> pd.Series:
-    """The running mean over the last SMOOTH steps."""
+    """Return the running mean over the last SMOOTH steps."""
     return values.rolling(SMOOTH, min_periods=1).mean()
 
 
@@ -126,7 +126,7 @@ def rise(before: pd.Series, after: pd.Series) -> tuple[float, float]:
 
 
 def reward_flat(case: Case) -> Finding | None:
-    """The reward of the last third is not above that of the first steps by two standard errors, and not high."""
+    """Report a reward whose last third is not two standard errors above the first steps, unless it is high."""
     name = case.reward()
     change, error = rise(case.start(name), case.last(name))
     if not case.has_trends or case.solved() or not change < 2 * error:
@@ -139,7 +139,7 @@ def reward_flat(case: Case) -> Finding | None:
 
 
 def reward_falls(case: Case) -> Finding | None:
-    """The reward has lost a quarter of its best smoothed value above the start, or half of the start."""
+    """Report a reward that lost a quarter of its best smoothed value above the start, or half of the start."""
     values = smooth(case.curve(case.reward()))
     if not case.has_trends or len(values) < TREND_STEPS:
         return None
@@ -225,7 +225,7 @@ def equal_groups(case: Case) -> Finding | None:
 
 
 def truncation(case: Case) -> Finding | None:
-    """A third of the responses of the last third of the run is truncated."""
+    """Report that a third of the responses in the last third of the run is truncated."""
     name = "completions/truncated_frac"
     share = case.last(name).mean()
     if not share >= 1 / 3:
@@ -278,7 +278,7 @@ def _correct(case: Case) -> float:
 
 
 def mismatch_growth(case: Case) -> Finding | None:
-    """The engine and the trainer differ by three times what they did at first, and by more than rounding."""
+    """Report engine and trainer log-probs that differ by three times the initial gap, and by more than rounding."""
     name = "sampler/logprob_diff_mean"
     values = case.curve(name)
     start = case.first(name).iloc[:SMOOTH].mean()
@@ -329,7 +329,7 @@ def gradient_spikes(case: Case) -> Finding | None:
 
 
 def learning_rate(case: Case) -> Finding | None:
-    """The rate is 0, or neither reward nor entropy nor length has moved by three standard errors."""
+    """Report a learning rate of 0, or that reward, entropy and length have not moved by three standard errors."""
     rates = case.curve("optim/lr")
     trained = case.curve("optim/steps").sum() > 0
     if trained and len(rates) and rates.max() == 0:
@@ -374,7 +374,7 @@ def stale_samples(case: Case) -> Finding | None:
 
 
 def throughput_loss(case: Case) -> Finding | None:
-    """A step takes three times as long as at first and yields a third of the tokens per second."""
+    """Report steps that take three times as long as at first and yield a third of the tokens per second."""
     before = case.first("time/step").median()
     after = case.last("time/step").median()
     slower = case.first("perf/tokens_per_second").median() / case.last("perf/tokens_per_second").median()

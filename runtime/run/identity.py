@@ -19,7 +19,7 @@ from runtime.training import derived_defaults, memory
 
 
 def recorded(args) -> dict[str, Any]:
-    """The arguments as JSON has them, and as a run writes them down: without secrets."""
+    """Return the arguments in the form that a run records: as JSON, without secrets."""
     return redact_values(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
@@ -66,7 +66,7 @@ def facts(args, data: str) -> dict[str, dict[str, Any]]:
 
 
 def script_of(args) -> str:
-    """The training script, relative to the project: the file that defines the class of ``args``."""
+    """Return the path of the training script relative to the project: the file that defines the class of ``args``."""
     return os.path.relpath(Path(inspect.getfile(type(args))).resolve(), PROJECT)
 
 

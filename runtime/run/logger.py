@@ -187,7 +187,7 @@ def eval_line(result: dict[str, Any]) -> str:
 
 
 def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
-    """A sample as it is written to samples.jsonl."""
+    """Convert a sample to its record in samples.jsonl."""
     return {
         "step": step,
         "prompt": problem.messages[-1]["content"],
@@ -298,7 +298,7 @@ class RunLog:
         )
 
     def _tracked_by(self, start: Path, state: dict) -> str | None:
-        """The wandb run to continue; None for a new one, where --resume goes back to before steps that it has.
+        """Return the wandb run to continue, or None for a new one if --resume goes back to before steps that it has.
 
         wandb silently drops steps up to the last that it has. Those that ``--resume auto`` repeats are equal anyway.
         """

@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 
 
 def find_units(shapes: Shapes, stage: int, ranks: int, lengths: list[int]) -> list[list[Unit]]:
-    """The units of each flat tensor. ``lengths``: of these tensors on one rank, which stage 3 does not need."""
+    """Return the units of each flat tensor. ``lengths``: of these tensors on one rank, unused by stage 3."""
     found = []
     for flat, group in enumerate(shapes):
         counts = {name: shape.numel() for name, shape in group.items()}
@@ -84,7 +84,7 @@ class SavedState:
         return [file[self.inner]["state"][flat][key] for file in self.files]
 
     def own_flat(self, units: list[Unit], key: str | None, rank: int) -> torch.Tensor:
-        """The flat tensor of a rank that has its part of each of ``units``."""
+        """Build the flat tensor of a rank that has its part of each of ``units``."""
         pieces = []
         for unit in units:
             was = self.places[unit.name]
@@ -169,7 +169,7 @@ class SavedElsewhere:
         return saved | {"dp_world_size": torch.distributed.get_world_size()}
 
     def own_state(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state."""
+        """Return this rank's part of the optimizer's state."""
         files = []
         for path in self.parts:
             file = torch.load(path, map_location="cpu", mmap=True, weights_only=False)

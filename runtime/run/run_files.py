@@ -55,7 +55,7 @@ def control_of(metrics: dict[str, Any]) -> str:
 
 
 def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> pd.Series:
-    """A metric over the steps in which it was logged; null, which stands for not finite, becomes a gap (NaN).
+    """Return a metric over the steps in which it was logged; null, which stands for not finite, becomes NaN (a gap).
 
     at: the place of each step on the horizontal axis, from ``positions``; a step without a place is left out.
     """

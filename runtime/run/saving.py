@@ -107,7 +107,7 @@ def saved_head(name: ModelName, model) -> dict[str, torch.Tensor]:
 
 
 def outside_of(model, file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a weights file that are neither in a language model nor in a layer: those of other heads."""
+    """Return the tensors of a weights file that are neither in a language model nor in a layer, but in other heads."""
     known = model.state_dict().keys()
     prefix = f"{model.base_model_prefix}."
 

@@ -12,7 +12,7 @@ from runtime.system.process import print_on_rank_0
 
 
 def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
-    """The wandb run of ``config["wandb_id"]``: offline if there is no network, None if that fails as well."""
+    """Start the wandb run ``config["wandb_id"]``: offline if there is no network, or None if that fails as well."""
     import wandb
 
     options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": folder.name}

@@ -118,7 +118,7 @@ def verdict(folder: Path, last: int) -> dict[str, Any]:
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """A verdict as the last lines of a run."""
+    """Format a verdict as the last lines of a run's output."""
     lines = [f"verdict    {found['outcome']}: {found['why']}"]
     if found["control"]:
         lines.append(f"CONTROL    {found['control']}: what was trained on is not the verifier's reward")
