@@ -210,11 +210,11 @@ class Chat:
         self.end = self._prove()
 
     def text(self, messages: list[dict], **more) -> str:
-        """A conversation as the template writes it, up to where the model begins. Raises data.Unrenderable."""
+        """Render a conversation with the template, up to where the model's turn begins. Raises data.Unrenderable."""
         return rendering.as_text(messages, self.tokenizer, self.template, self.variables | more)
 
     def _message(self, text: str, name: str = TRIAL["name"]) -> dict[str, str]:
-        """A message of the environment. ``name``: the tool's, which some templates write."""
+        """Build a message of the environment. ``name``: the tool's name, which some templates write."""
         message = {"role": self.role, "content": text}
         return message | {"name": name} if self.role == "tool" else message
 
@@ -260,7 +260,7 @@ class Chat:
         )
 
     def write(self, name: str, arguments: dict) -> str:
-        """A call of a tool as the template writes it."""
+        """Return a tool call in the form that the template writes."""
         if not self.writes_tools:
             return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -276,7 +276,7 @@ class Chat:
         return written
 
     def _prove(self) -> int:
-        """The id that ends a turn, once it is proved that glue gives the ids of the whole conversation."""
+        """Check that ``glue`` gives the ids of the complete conversation, and return the id that ends a turn."""
         said = [self._message(PROBE)]
         answer = {"role": "assistant", "content": STAND_IN}
         tools = {"tools": [TRIAL_TOOL]} if self.writes_tools else {}
@@ -312,7 +312,7 @@ class Chat:
         return rendering.tokenize(text, self.tokenizer)
 
     def glue(self, said: list[tuple[str, str]], last_id: int) -> list[int]:
-        """The ids between a turn whose last id is given and the next. ``said``: (which tool, or "", its answer)."""
+        """Return the ids between a turn that ends in ``last_id`` and the next. ``said``: (tool or "", its answer)."""
         messages = []
         for name, text in said:
             text = rendering.quoted(text, [*self.special, STAND_IN])
@@ -321,13 +321,13 @@ class Chat:
         return ids[1:] if last_id in self.special.values() else ids
 
     def turn_text(self, ids: list[int]) -> str:
-        """A turn of the model as text, without what ends it."""
+        """Decode a turn of the model without the special tokens at its end."""
         while ids and ids[-1] in self.special.values():
             ids = ids[:-1]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def calls(self, text: str) -> list[Call]:
-        """The calls of tools in a turn, with what is wrong with those that cannot be made."""
+        """Parse the tool calls of a turn. A call that cannot be made gets an ``error``."""
         functions = [tool["function"] for tool in self.tools]
         calls = self.parse(text, functions)
         known = [function["name"] for function in functions]

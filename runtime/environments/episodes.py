@@ -42,7 +42,7 @@ TURN_LAG = 128  # engine steps from the end of a turn to its answer, so that tim
 
 @functools.cache
 def nursery_of(spec: str, life: int) -> Nursery:
-    """The process whose forks hold the objects of ``file.py:Class``. ``life``: counts those that a tool has killed."""
+    """Return the process whose forks hold the objects of ``file.py:Class``. ``life``: the number killed by a tool."""
     path, _, name = spec.rpartition(":")
     return Nursery(code_of_run(), user_objects.load, path, name, user_files.text_of(path))
 
@@ -55,7 +55,7 @@ class Nurseries:
         self.life = 0
 
     def worker(self) -> tuple[Worker, Connection]:
-        """A new process, and the line to it. Raises RuntimeError where none can be started."""
+        """Start a process, and return it and the connection to it. Raises RuntimeError if no process can be started."""
         for _ in range(5):
             try:
                 return nursery_of(self.spec, self.life).worker(user_objects.serve)
@@ -67,7 +67,7 @@ class Nurseries:
 
 
 def ask_once(spec: str, request: tuple, seconds: float) -> Any:
-    """The answer of a new process. Raises TimeoutError, or EOFError where the process ended without one."""
+    """Ask a new process once. Raises TimeoutError, or EOFError if the process ended without an answer."""
     worker, line = Nurseries(spec).worker()
     try:
         line.send(request)
@@ -164,7 +164,7 @@ def first_turns(problems: list[Problem], tokenizer, args) -> None:
 
 
 def chat_of(tokenizer, args) -> Chat:
-    """The template as turns need it. Ends with exit code 2 where it cannot write them."""
+    """Build the ``Chat`` that renders the turns of a run. Ends with exit code 2 if the template cannot render them."""
     try:
         return Chat(tokenizer, args, describe_class(args.environment))
     except rendering.Unrenderable as error:
@@ -445,7 +445,7 @@ class Episodes:
         return True
 
     def _lost(self, episode: Episode, what: str) -> dict[str, Any]:
-        """The answer of a process that ended without one; ``what`` became of it."""
+        """Build the answer for a process that ended without giving one; ``what`` is the reason."""
         _, calls, is_last = episode.asked
         seconds = time.monotonic() - episode.sent
         said = [(f"error: {what}", True, seconds)] * max(1, len(calls))
@@ -474,7 +474,7 @@ class Episodes:
             episode.outcome = {"fatal": episode.fatal}
 
     def _outcome(self, episode: Episode, reward: dict[str, Any]) -> dict[str, Any] | None:
-        """The reward of an episode: that of its end, and those of its turns."""
+        """Return the reward of an episode, those of its turns included, or None if its class defines no reward."""
         if not self.about["has_reward"]:
             return None
         if episode.detail:

@@ -181,7 +181,7 @@ class UserObject:
 
     @classmethod
     def call(cls, method: Callable, arguments: dict, is_game: bool = False) -> tuple[str | None, bool, float]:
-        """(what a method says, whether it failed, seconds). A game may say None: it is over."""
+        """Call a method and return (answer, whether it failed, seconds). A game that is over answers None."""
         started = time.perf_counter()
         failed = False
         try:
@@ -247,7 +247,7 @@ def wait_for(method: Callable, **arguments) -> Any:
 
 
 def taken(method: Callable, row: dict) -> dict:
-    """The columns of a row that a method takes: all of them where it has ``**``."""
+    """Return the columns of a row that are parameters of a method, or all columns if the method has ``**``."""
     parameters = inspect.signature(method).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return row
@@ -269,7 +269,7 @@ def check_arguments(method: Callable, arguments: dict) -> None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception as an observation, even one that cannot say what it is."""
+    """Describe an exception as an observation, even if it cannot be converted to text."""
     try:
         text = f"error: {type(error).__name__}: {error}"
     except BaseException:
