@@ -23,7 +23,7 @@ MASKLESS = ("flex_attention", "varlen", "flash_attention_2", "flash_attention_3"
 
 
 def attention_inputs(batch: MicroBatch, model) -> dict[str, Any]:
-    """The arguments of a transformers model that keep the samples of a micro-batch apart.
+    """Return the arguments of a transformers model that keep the samples of a micro-batch apart.
 
     What transformers builds itself (``padded``, ``packed``) has a model's sliding window in it. A mask of shared rows
     is applied as it is, so the window is part of it: a token attends to tokens at most ``sliding_window`` - 1 positions
@@ -74,7 +74,7 @@ def dense_mask(
 
 
 def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None) -> BlockMask:
-    """The same for FlexAttention, from the extremes of each block of 128 places: nothing of size [S, S] is computed.
+    """Build the ``dense_mask`` for FlexAttention from the extremes of blocks of 128 places: no tensor is [S, S].
 
     A block of queries skips a block of keys that none of it sees, and evaluates the rule only where some are seen and
     some are not. In a block of earlier keys, those with the largest ``ends`` are seen by its first query if by any.
@@ -120,7 +120,7 @@ def _extremes(values_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _ordered(chosen_BKK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(number [B, 1, K], indices [B, 1, K, K], these first) of the key blocks chosen for each block of queries."""
+    """Return (number [B, 1, K], indices [B, 1, K, K], these first) of the key blocks chosen per block of queries."""
     chosen = chosen_BKK[:, None].int()
     order = chosen.argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).int(), order.int()

@@ -44,7 +44,7 @@ class MicroBatch:
     is_last: bool = True  # of the plan
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device; to a GPU from page-locked memory, or Python would wait for what it computes."""
+        """Copy the batch to another device: to a GPU from page-locked memory, or Python would wait for the GPU."""
         moved = dict(vars(self))
         for name, value in moved.items():
             if isinstance(value, torch.Tensor) and device.type == "cuda":
@@ -166,7 +166,7 @@ class TreeArrays:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of leading tokens that two responses have in common."""
+    """Return the number of leading tokens that two responses have in common."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     if not different.any():
@@ -184,7 +184,7 @@ def sample_length(sample: Sample) -> int:
 
 
 def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: int, most: int) -> list[list[int]]:
-    """Lists of samples that share a row of at most ``budget`` tokens and ``most`` samples.
+    """Split the samples ``indices`` into rows of at most ``budget`` tokens and ``most`` samples each.
 
     shared: samples of one prompt in the order of ``indices``, the prompt once, as many per row as fit. packed: any
     samples, first fit by decreasing length. padded: one.
@@ -221,7 +221,7 @@ def micro_batches(
     world_size: int,
     device: torch.device,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
+    """Yield this rank's share of the samples ``indices``, cut into micro-batches of at most ``budget`` padded tokens.
 
     The tensors of each are made when it is asked for: on a GPU while that computes the one before.
 
@@ -259,7 +259,7 @@ def micro_batches(
 
 
 def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
-    """The rows of each rank: the next row goes to the rank with the fewest tokens so far."""
+    """Split the rows over the ranks: the next row goes to the rank with the fewest tokens so far."""
     load = [0] * world_size
     dealt = [[] for _ in range(world_size)]
     for row in rows:

@@ -23,7 +23,7 @@ NamedWeights = list[tuple[str, torch.Tensor]]
 def current_weights(
     policy, zero_stage: int, checkpoint_names: bool = False, in_buckets: bool = False
 ) -> NamedWeights | ShardedWeights:
-    """The policy's weights by name, the tied output head included, whole on every rank.
+    """Return the policy's weights by name, the tied output head included, complete on every rank.
 
     Stages 0 to 2 give the live tensors: whoever gets them must be done before the next optimizer step. Stage 3 gives
     gathered copies; every rank must call. On a GPU all work on the tensors is finished when this returns, so that
@@ -86,7 +86,7 @@ class ShardedWeights:
 
     @staticmethod
     def _gathered(bucket: dict[str, torch.Tensor]) -> NamedWeights:
-        """Copies of whole weights. vLLM asks for them in inference mode, whose tensors autograd would not take."""
+        """Gather copies of complete weights, outside vLLM's inference mode: autograd does not accept its tensors."""
         import deepspeed
 
         parameters = [weight for weight in bucket.values() if isinstance(weight, nn.Parameter)]
@@ -106,7 +106,7 @@ def weight_bytes(weights: NamedWeights | ShardedWeights) -> int:
 
 
 def _gathered_weights(model) -> dict[str, torch.Tensor]:
-    """Copies of weights that ZeRO-3 has sharded, by the module's names. What is tied stays tied."""
+    """Gather copies of the weights that ZeRO-3 has sharded, by the module's names. Tied weights stay tied."""
     import deepspeed
 
     weights = {}
@@ -120,7 +120,7 @@ def _gathered_weights(model) -> dict[str, torch.Tensor]:
 
 
 def copied_to_cpu(weights: NamedWeights, earlier: NamedWeights) -> NamedWeights:
-    """Copies of named weights in CPU memory, page-locked if they come from a GPU; what is tied is copied once.
+    """Copy named weights to CPU memory, page-locked if they come from a GPU. Tied weights are copied once.
 
     ``earlier``: copies that are not needed any more, whose memory is taken where names and shapes agree.
     """
@@ -198,7 +198,7 @@ def offload_threads() -> int:
 
 
 def make_accelerator(args, dtype: torch.dtype, device: torch.device):
-    """accelerate's Accelerator, with DeepSpeed as ``args`` want it; the process group of all ranks stands afterwards.
+    """Create accelerate's Accelerator with DeepSpeed as ``args`` specify it, and the process group of all ranks.
 
     DeepSpeed would otherwise compile an all-reduce for inference on CPUs, which training never calls, and load it at
     every start, with a lock file. A killed process leaves that file behind, and every later run waits for it forever.
@@ -261,7 +261,7 @@ def leave_gpu(engines: Iterable) -> None:
 
 
 def return_to_gpu(engines: Iterable) -> None:
-    """The reverse of ``leave_gpu``."""
+    """Move the engines' states back to the GPU, the reverse of ``leave_gpu``."""
     for engine in engines:
         engine.reload_states()
 

@@ -63,7 +63,7 @@ def by_model(args, model: memory.Model | None) -> dict[str, Choice]:
 
 
 def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
-    """The response length for these verifiers (each may be several, with commas); exit code 2 where none is known.
+    """Return the response length for these verifiers (each may be several, with commas); exit code 2 if it is unknown.
 
     ``room``: what the prompt leaves of the model's context.
     """
@@ -88,13 +88,13 @@ def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
 
 
 def prompt_length(problems: Sequence[Problem]) -> Choice:
-    """The prompt length for rendered problems: the longest, rounded up to 64."""
+    """Return the prompt length for rendered problems: the longest, rounded up to a multiple of 64."""
     longest = max(len(problem.prompt_ids) for problem in problems)
     return min(-(-longest // 64) * 64, LONGEST_PROMPT), f"the longest prompt has {longest} tokens"
 
 
 def steps(args, problems: int) -> Choice:
-    """The number of steps for this many problems."""
+    """Return the number of steps for this many problems."""
     epochs = EPOCHS * problems // args.num_unique_prompts_rollout
     return max(1, min(STEPS, epochs)), f"{STEPS}, or {EPOCHS} epochs of {problems} problems if they are fewer"
 

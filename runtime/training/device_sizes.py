@@ -28,7 +28,7 @@ ENGINE_SEQUENCES = 64  # of full length that its KV cache must hold
 
 
 def candidates(args, setting: Setting) -> Iterator[Sizes]:
-    """The sizes that may be tried on a GPU where the flags leave them open, the most wanted first."""
+    """Yield the sizes to try on a GPU if the flags leave them open, the most preferred first."""
     base = default_sizes(args, True)
     kind = "in turns" if args.vllm_sleep != "off" else "beside"
     if args.vllm_engines > 0:
@@ -60,12 +60,12 @@ def fits(args, model: Model, setting: Setting, size: Sizes) -> bool:
 
 
 def first_fit(args, model: Model, setting: Setting) -> Sizes | None:
-    """The most wanted sizes that fit a GPU; None where none does."""
+    """Return the most preferred sizes that fit a GPU, or None if none fit."""
     return next((size for size in candidates(args, setting) if fits(args, model, setting, size)), None)
 
 
 def as_words(changes: dict) -> str:
-    """Flags as a command line has them."""
+    """Format flags as on a command line."""
     words = []
     for name, value in changes.items():
         words.append(f"--{name}")

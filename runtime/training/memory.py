@@ -93,7 +93,7 @@ def default_sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
 
 @functools.cache  # one question to the hub
 def read_model(name: ModelName) -> Model | None:
-    """The model in a folder or on the hub; None without the usual names. Exits with code 2 where there is no model."""
+    """Read the model in a folder or on the hub, None if fields are missing. Exits with code 2 if there is no model."""
     config, _, _ = read_configs(name, "--model_name_or_path", dry_run=True)  # its weights may be elsewhere
     parameters = 0
     for weights in Path(name.name).glob("*.safetensors"):
@@ -104,7 +104,7 @@ def read_model(name: ModelName) -> Model | None:
 
 
 def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> Model | None:
-    """The model of a config.json, its parameters counted if they are not given; None without the usual names."""
+    """Build the model of a config.json, counting parameters if they are not given, or None if fields are missing."""
     if any(not isinstance(config.get(name), int) for name in FIELDS):
         return None
     layers, hidden, intermediate, heads, vocabulary = [config[name] for name in FIELDS]
@@ -223,7 +223,7 @@ def logit_block(on_gpu: bool) -> int:
 
 
 def engine(args, model: Model, setting: Setting, share: float) -> dict[str, float]:
-    """The engine next to a trainer; with its KV cache vLLM fills its ``share`` of a GPU, if no other size is given."""
+    """Return the bytes of the engine next to a trainer. Its KV cache fills ``share`` of a GPU or has the given size."""
     weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
     weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
     cache = max(0, share * setting.card - weights) if setting.card > 0 else 0.5 * GIB
@@ -242,7 +242,7 @@ class Prediction:
 
 
 def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> Prediction:
-    """An upper bound for a rank, the process and the engine included. ``size``: if it is not that of the flags."""
+    """Return an upper bound for a rank, the process and the engine included. ``size`` overrides the flags' sizes."""
     on_gpu = setting.card > 0
     size = size or default_sizes(args, on_gpu, setting.fast)
     states = trainer_states(args, model, setting)

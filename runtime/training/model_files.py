@@ -127,7 +127,7 @@ def load_complete(auto: Any, name: str, flag: str = POLICY, has_head: bool = Tru
 
 
 def some(names: list[str]) -> str:
-    """The first names of a list, as text."""
+    """Join the first four names of a list, with "..." if there are more."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 

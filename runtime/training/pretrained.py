@@ -62,7 +62,7 @@ def describe_missing_gpu(args) -> None:
 
 
 def gpu_dtype(wanted: str, device: torch.device) -> str:
-    """The data type for a GPU, with "auto" decided; exit code 2 for a GPU that lacks it, or is too old for CUDA 13."""
+    """Return the dtype for a GPU, with "auto" decided; exit code 2 if the GPU lacks it or is too old for CUDA 13."""
     capability = torch.cuda.get_device_capability(device)
     name = f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}"
     if capability < OLDEST_GPU:
@@ -127,7 +127,7 @@ def register_attention() -> None:
 
 
 def attention_for(config, attention: str, wanted: str) -> str | None:
-    """The attention implementation for a model of this config; None leaves the choice to transformers.
+    """Return the attention implementation for a model of this config; None leaves the choice to transformers.
 
     sdpa, varlen and grouped silently leave out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so
     transformers takes eager there. ``wanted`` is ``--attn_implementation``; asking for what is wrong exits with code 2.
