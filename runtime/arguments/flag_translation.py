@@ -81,7 +81,7 @@ IGNORED = {
 
 
 def groups(words: list[str], fields: dict[str, dataclasses.Field]) -> list[list[str]]:
-    """A command line in parts: each option with the words that are its values, and each PATH=VALUE."""
+    """Split a command line into parts: each option with the words that are its values, and each PATH=VALUE."""
     found: list[list[str]] = []
     room = 0.0  # how many more values the last option takes
     kind = ""  # its type; "" of an option that is none here
@@ -103,7 +103,7 @@ def groups(words: list[str], fields: dict[str, dataclasses.Field]) -> list[list[
 
 
 def flag_of(word: str, fields: dict[str, dataclasses.Field]) -> str:
-    """The name in a word such as --no-shuffle or --actor.optim.lr=1, without dashes, value and, of a flag here, no_."""
+    """Return the name in --no-shuffle or --actor.optim.lr=1 without dashes, value and, for a flag here, "no_"."""
     name = word.removeprefix("--").partition("=")[0].replace("-", "_")
     return name.removeprefix("no_") if name.removeprefix("no_") in fields else name
 

@@ -41,7 +41,7 @@ class Preset:
 
 
 def read(table: dict[str, Any]) -> Preset:
-    """A preset as presets.toml has it: without None, and with lists for tuples."""
+    """Build a preset from its table in presets.toml, in which "None" stands for None and a list for a tuple."""
     flags = {}
     for flag, value in table["flags"].items():
         flags[flag] = tuple(value) if isinstance(value, list) else None if value == "None" else value
@@ -60,7 +60,7 @@ def script_of(cls: type) -> str:
 
 
 def asked_for(cls: type, words: list[str]) -> str | None:
-    """The NAME of ``--preset NAME`` on a command line, the last one given; None without.
+    """Return the NAME of the last ``--preset NAME`` on a command line, or None if there is none.
 
     Ends with exit code 2 where the script has no preset of that name, with the list of those that it has.
     """
@@ -80,7 +80,7 @@ def asked_for(cls: type, words: list[str]) -> str | None:
 
 
 def own_defaults(args: Any) -> dict[str, Any]:
-    """The defaults of the script that a copy or variant began as, from its text (its import takes seconds).
+    """Return the defaults of the script behind a copy or variant, parsed from its text (importing it takes seconds).
 
     Empty where that script is not next to this folder, as in a copy of the project that left it out.
     """
@@ -118,7 +118,7 @@ def settings_of(args: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def apply(args: Any, name: str | None) -> Any:
-    """A copy of ``args`` with the settings of a preset; ``args`` itself where ``name`` is None."""
+    """Return a copy of ``args`` with the settings of a preset, or ``args`` itself if ``name`` is None."""
     return args if name is None else dataclasses.replace(args, **settings_of(args, name)[0])
 
 
