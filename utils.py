@@ -694,7 +694,7 @@ class UpdateStats:
         return self.totals["k1"] / self.totals["tokens"] if self.totals["rounds"] > 0 else None
 
     def metrics(self, lr: float) -> dict[str, float]:
-        """The metrics of the update; docs/metrics.md has their units."""
+        """Return the metrics of the update; docs/metrics.md has their units."""
         totals = self.totals
         tokens = totals["tokens"]
         metrics = {
