@@ -32,7 +32,7 @@ PARTS = (1, 2, 3, 4, 5, 6)
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of this program, and the flags of the script."""
+    """Parse the options of this program and the flags of the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "script",

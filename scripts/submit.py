@@ -122,7 +122,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def matches(pattern: str, remedy: str) -> Callable[[str], str]:
-    """A type for argparse: text of this form, or an error that names the remedy."""
+    """Return an argparse type that accepts text of this form; its error names the remedy."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -133,7 +133,7 @@ def matches(pattern: str, remedy: str) -> Callable[[str], str]:
 
 
 def at_least(smallest: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number from ``smallest`` on."""
+    """Return an argparse type that accepts whole numbers from ``smallest`` on."""
 
     def check(text: str) -> int:
         if not re.fullmatch(r"-?\d+", text) or int(text) < smallest:
@@ -144,7 +144,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> int:
-    """A duration as people write it for sbatch (HH:MM:SS, D-HH:MM:SS) or with a unit (90m, 12h, 2d)."""
+    """Convert a duration to seconds, written as for sbatch (HH:MM:SS, D-HH:MM:SS) or with a unit (90m, 12h, 2d)."""
     if unit := re.fullmatch(r"(\d+)([smhd])", text):
         return int(unit[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[unit[2]]
     if units := re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", text) if text else None:
@@ -168,7 +168,7 @@ def gpu_count(text: str) -> tuple[str | None, int]:
 
 
 def source_and_path(text: str) -> tuple[str, str]:
-    """The halves of ``SOURCE:/PATH``."""
+    """Split ``SOURCE:/PATH`` into its source and its path."""
     source, _, path = matches(r".+:/[^:]*", "write SOURCE:/PATH")(text).rpartition(":")
     return source, path
 
@@ -211,7 +211,7 @@ def shell_text(text: str) -> str:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
-    """The flags before the first ``--``, and the commands after each. A flag may be written with dashes, too."""
+    """Parse the flags before the first ``--``, and the commands after each. A flag may be written with dashes, too."""
     flags, *parts = split_at("--", argv)
     commands = joined(parts)
     flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
@@ -300,7 +300,7 @@ def answer_kubernetes(flags: list[str], commands: list[list[str]]) -> None:
 
 
 def joined(parts: list[list[str]]) -> list[list[str]]:
-    """The commands, where the ``--`` of a runner (``uv run -- python FILE.py``) has cut one into two."""
+    """Join commands that the ``--`` of a runner (``uv run -- python FILE.py``) has cut into two."""
     commands: list[list[str]] = []
     for part in parts:
         if commands and expects_program(commands[-1]):
@@ -512,7 +512,7 @@ def make_job(args: argparse.Namespace, commands: list[list[str]], parses: bool =
 
 
 def copied_files(folder: str, words: list[str]) -> tuple[str, ...]:
-    """The files of ``folder`` that the job's copy of the code has."""
+    """Return the files of ``folder`` that the job's copy of the code contains."""
     scripts = [word for word in words if word.endswith(CODE) and Path(folder, word).is_file()]
     try:
         return tuple(submit_snapshot.code_files(Path(folder), scripts))
@@ -521,7 +521,7 @@ def copied_files(folder: str, words: list[str]) -> tuple[str, ...]:
 
 
 def scripts_in(words: list[str]) -> list[str]:
-    """The files of this folder among ``words`` that are scripts."""
+    """Return the scripts among ``words`` that are files of this folder."""
     return [word for word in words if word.endswith((".py", ".sh")) and Path(word).is_file()]
 
 
@@ -535,7 +535,7 @@ def git_state(words: list[str]) -> dict[str, Any]:
 
 
 def changed_code(words: list[str]) -> str | None:
-    """The files of code that the commit has otherwise or not at all, as base64 of a tar; None where there are none.
+    """Pack the code files that the commit lacks or has in another version as base64 of a tar; None if there are none.
 
     An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
     """
@@ -603,7 +603,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
 
 
 def show(plan: Plan, job: Job) -> str:
-    """The plan as text: every file whole, every command as a line of shell."""
+    """Format the plan as text: every file in full, every command as a line of shell."""
     copy = [] if job.copied is None else [f"# would copy {len(job.copied)} files of code to {job.folder}/code\n"]
     parts = copy + [f"# would write {path}\n{text.rstrip()}\n" for path, text in plan.files.items()]
     hidden = "".join(f"{name}=*** " for name in plan.from_shell)
@@ -623,12 +623,12 @@ def write(plan: Plan, job: Job) -> None:
 
 
 def submissions(run_dir: str) -> list[Path]:
-    """The records of the submissions of a job, the newest last."""
+    """Return the records of a job's submissions, the newest last."""
     return sorted(Path(run_dir).glob("[0-9]*-*-*/submit.json"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def follow_up(record: Path, what: str) -> str | None:
-    """The line of shell that shows the logs or the status of a submission, or cancels it; None where there is none."""
+    """Return the shell command for the logs, status or cancellation of a submission, or None if it has none."""
     line = json.loads(record.read_text()).get("follow", {}).get(what)
     number = record.with_name("job.id")
     if line is None or ("{job}" in line and not number.exists()):
@@ -716,7 +716,7 @@ def check_dependencies(job: Job) -> None:
 
 
 def job_environment() -> dict[str, str]:
-    """The environment of this shell, without what an allocation or a launcher around it has set for itself."""
+    """Return the environment of this shell without the variables set by an allocation or a launcher around it."""
     inside = "SLURM_JOB_ID" in os.environ
     drop = [name for name in os.environ if OF_THIS_JOB.fullmatch(name)]
     drop += [name for name in os.environ if inside and OF_THIS_ALLOCATION.fullmatch(name)]

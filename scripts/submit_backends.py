@@ -89,12 +89,12 @@ class Plan:
 
 
 def in_yaml(value: Any) -> str:
-    """A value as it stands between double quotes in YAML, or a number or ``true`` as it stands there without."""
+    """Format a value as text between double quotes in YAML, or a number or ``true`` as it is written without quotes."""
     return json.dumps(value, ensure_ascii=False).removeprefix('"').removesuffix('"')
 
 
 def fill(template: str, escape: Callable[[Any], str], fields: dict[str, Any]) -> str:
-    """The text of scripts/templates/``template`` with each {{name}} replaced by the field of that name.
+    """Fill scripts/templates/``template``: replace each {{name}} by the field of that name.
 
     A line is left out if a field in it is None or empty, and repeated if a field in it is a list, once for each item;
     a key with nothing left under it is left out, too. A placeholder that stands alone on its line takes a text of
@@ -125,7 +125,7 @@ def fill(template: str, escape: Callable[[Any], str], fields: dict[str, Any]) ->
 
 
 def quote(word: str) -> str:
-    """A word for bash, in printable characters: what is not printable would not survive every YAML reader."""
+    """Quote a word for bash in printable characters: other characters would not survive every YAML reader."""
     if word.isprintable():
         return shlex.quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
@@ -139,7 +139,7 @@ def line_of(words: list[str]) -> str:
 
 
 def split_at(word: str, words: tuple[str, ...] | list[str]) -> list[list[str]]:
-    """The words between the occurrences of ``word``."""
+    """Split ``words`` at every occurrence of ``word``."""
     parts: list[list[str]] = [[]]
     for w in words:
         if w == word:
@@ -165,7 +165,7 @@ def has_launcher(words: list[str]) -> bool:
 
 
 def in_copy(word: str, job: Job) -> str:
-    """A word of a command; an absolute path of a copied script is that of the copy."""
+    """Replace the absolute path of a copied script by the path of the copy, and keep any other word."""
     if job.copied is not None and os.path.isabs(word) and word.endswith((".py", ".sh")):
         name = os.path.relpath(word, job.workdir)
         if name in job.copied:
@@ -174,7 +174,7 @@ def in_copy(word: str, job: Job) -> str:
 
 
 def command_function(number: int, command: tuple[str, ...], job: Job) -> str:
-    """The shell function of a command: its set-up, then the command in place of the shell."""
+    """Return the shell function of a command: its set-up, then the command in place of the shell."""
     *before, words = split_at("&&", [in_copy(word, job) for word in command])
     steps = [line_of(part) for part in before]
     file = file_at(words)
@@ -190,7 +190,7 @@ def command_function(number: int, command: tuple[str, ...], job: Job) -> str:
 
 
 def functions(ask: str) -> str:
-    """The shell functions of all scripts. ask: how a request to stop reaches $child."""
+    """Return the shell functions of all scripts. ask: the shell command that asks $child to stop."""
     return fill("functions.sh", str, {"ask": ask})
 
 
@@ -205,7 +205,7 @@ def node_script(
     together: int = 1,
     ask: str = 'kill -TERM "$child" 2>/dev/null',
 ) -> str:
-    """The script of one node. ``rank``, ``address``, ``port`` and ``task`` are shell expressions of the backend.
+    """Return the script of one node. ``rank``, ``address``, ``port`` and ``task`` are the backend's shell expressions.
 
     task: the number of the command to run, from 0; None runs all in turn. restarts: how often a command that exits
     with 75 is started again right here. together: the number of nodes that the backend ends when the first leaves.
@@ -248,7 +248,7 @@ def node_script(
 
 
 def derived_port(job: Job) -> str:
-    """A port that all nodes know without talking to each other; accelerate exits at once if it is taken."""
+    """Derive a port that all nodes know without communicating. accelerate exits at once if it is taken."""
     return str(20000 + int(hashlib.sha256(job.run_id.encode()).hexdigest(), 16) % 10000)
 
 
@@ -271,7 +271,7 @@ def shared_fields(job: Job) -> dict[str, Any]:
 
 
 def local(job: Job) -> Plan:
-    """This machine: the script in a session of its own; the secrets are in the environment already."""
+    """Plan a job on this machine: the script in a session of its own, the secrets already in the environment."""
     path = f"{job.folder}/job.sh"
     return Plan({path: node_script(job, restarts=job.max_retries)}, [["bash", path]], job.secret)
 
@@ -355,7 +355,7 @@ RAY_VERBS = {"logs": "logs", "status": "status", "cancel": "stop"}
 
 
 def ray(job: Job) -> Plan:
-    """ray job submit: the script travels in the environment of the job.
+    """Plan ``ray job submit``: the script travels in the environment of the job.
 
     Ray joins the words of an entrypoint by the rules of Windows (subprocess.list2cmdline) and gives the line to a
     shell. The one word with blanks below survives that, and shlex.join, unchanged; a script would not.
@@ -380,7 +380,7 @@ def ray(job: Job) -> Plan:
 
 
 def skypilot(job: Job) -> Plan:
-    """sky jobs launch: a managed job, which SkyPilot moves elsewhere when its machines are taken away."""
+    """Plan ``sky jobs launch``: a managed job, which SkyPilot moves elsewhere when its machines are preempted."""
     place = {}
     if job.num_nodes > 1:
         address = '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"'
@@ -409,7 +409,7 @@ def skypilot(job: Job) -> Plan:
 
 
 def dns_name(job: Job) -> str:
-    """The run id as a DNS label: lower-case letters, digits and -, at most 52."""
+    """Convert the run id to a DNS label: lower-case letters, digits and -, at most 52 characters."""
     start, digest = job.run_id.rsplit("-", 1)
     start = re.sub("[^a-z0-9]+", "-", start.lower()).strip("-")
     start = start if start[:1].isalpha() else f"job-{start}"  # a name of SkyPilot begins with a letter
@@ -417,7 +417,7 @@ def dns_name(job: Job) -> str:
 
 
 def beaker(job: Job) -> Plan:
-    """beaker experiment create: one task, whose replicas are the nodes."""
+    """Plan ``beaker experiment create``: one task, whose replicas are the nodes."""
     multi = job.num_nodes > 1
     place = {}
     if multi:

@@ -60,7 +60,7 @@ def listed(folder: Path, *options: str) -> set[str]:
 
 
 def found(folder: Path) -> set[str]:
-    """The files of code in a folder without a repository, a few more than ``MOST`` at most."""
+    """Find the files of code in a folder without a repository, a few more than ``MOST`` at most."""
     names = set()
     for place, folders, files in os.walk(folder):
         if "pyvenv.cfg" in files:
@@ -76,7 +76,7 @@ def found(folder: Path) -> set[str]:
 
 
 def inside(folder: Path, named: Iterable[str]) -> list[str]:
-    """The files among ``named`` that lie in ``folder``, as paths relative to it."""
+    """Return the files among ``named`` that lie in ``folder``, as paths relative to it."""
     paths = [os.path.relpath(folder / name, folder) for name in named]
     return [path for path in paths if not path.startswith("..")]
 

@@ -51,7 +51,7 @@ def read(name: str) -> tuple[str, str, str]:
 
 
 def variant(name: str) -> str:
-    """The text of the script with the variant's changes. Exits with code 2 if the patch does not apply."""
+    """Return the text of the script with the variant's changes. Exits with code 2 if the patch does not apply."""
     _, script, diff = read(name)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / script
@@ -64,7 +64,7 @@ def variant(name: str) -> str:
 
 
 def remade(name: str, text: str) -> str:
-    """The patch that turns the current script into ``text``, under the variant's header.
+    """Return the patch that turns the current script into ``text``, under the variant's header.
 
     A new variant is a diff against the script that it shares more lines with, under a header to be filled in.
     """
