@@ -57,11 +57,11 @@ class Remote:
         return self._ask("reset", row)
 
     def turn(self, text: str) -> str | None:
-        """The next observation; None at the end."""
+        """Return the next observation, or None at the end of the episode."""
         return self._ask("turn", text)
 
     def get_reward(self) -> float:
-        """The reward of the episode."""
+        """Return the reward of the episode."""
         return self._ask("get_reward")
 
 

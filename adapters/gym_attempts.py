@@ -33,7 +33,7 @@ class Task:
         return f"Score {self.score:g} of 1. Attempts left: {self.left}."
 
     def get_reward(self) -> float:
-        """The last attempt's score."""
+        """Return the score of the last attempt."""
         return self.score
 
 

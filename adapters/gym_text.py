@@ -31,7 +31,7 @@ class World:
         return f"{self.shown(state)}\nSay one word: {', '.join(self.words)}."
 
     def shown(self, state) -> str:
-        """The world as text, with signs for colours: [ ] around the agent, ( ) a passenger, { } a destination."""
+        """Return the world as text, with signs for colors: [ ] around the agent, ( ) a passenger, { } a destination."""
         if self.world.render_mode is None:
             return ", ".join(map(str, state))
         text = self.world.render()

@@ -34,7 +34,7 @@ class Game:
         return None if done else self.said()
 
     def get_reward(self) -> float:
-        """The player's; 0 for a game that is not over."""
+        """Return the player's reward, or 0 for a game that is not over."""
         rewards, _ = self.game.close()
         return float(rewards[0]) if rewards else 0.0
 

@@ -34,7 +34,7 @@ class Play:
         return self.asked()
 
     def asked(self) -> str | None:
-        """The next question. Raises what the environment has raised."""
+        """Return the next question to the model, or None at the end. Raises the exception of a failed environment."""
         found = self.questions.get()
         self.over = not isinstance(found, str)
         if isinstance(found, Exception):
@@ -47,14 +47,14 @@ class Play:
         return self.asked()
 
     def get_reward(self) -> float:
-        """The environment's. One that is still asking gets no answer, so that it can clean up."""
+        """Return the episode's reward. An environment that still asks gets no answer, so that it can clean up."""
         if not self.over:
             self.answers.put(None)
             self.questions.get()
         return self.reward
 
     async def play(self) -> None:
-        """The environment's own run, from its first question to its reward."""
+        """Run the environment from its first question to its reward."""
         try:
             runner = web.AppRunner(app := web.Application())
             app.router.add_post("/v1/chat/completions", self.complete)
@@ -91,12 +91,12 @@ class Play:
 
 
 def text_of(content) -> str:
-    """A message's text, which may be in parts."""
+    """Return the text of a message, whose content may be a list of parts."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def settings(row: dict):
-    """The configuration of the environment that a row names, with our harness for its agent."""
+    """Return the configuration of the environment that a row names, with the harness "turns" for its agent."""
     raw = {"taskset": {"id": row["taskset"], **row.get("options", {})}, "id": row.get("env", "")}
     kind = loaders.env_config_type(row["taskset"], raw["id"])
     agents = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
