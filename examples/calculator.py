@@ -37,7 +37,7 @@ class Calculator:
 
 
 def value(expression: str) -> int:
-    """The value of "4 - 1 * 7": products first, then from left to right."""
+    """Compute an expression such as "4 - 1 * 7": products first, then sums from left to right."""
     total = 0
     for sign, product in re.findall(r"([-+]?)\s*(\d+(?:\s*\*\s*\d+)*)", expression):
         number = 1
