@@ -111,7 +111,7 @@ class Engine:
             raise
 
     def receive(self, what: str, request: tuple | None = None) -> tuple:
-        """``message``, but an engine that fails is built again. ``request``: what the message answers.
+        """Receive a message as ``message`` does, but restart a failed engine. ``request``: what the message answers.
 
         Raises what the thread raised, and TimeoutError, once RESTARTS are used up or a push failed the same way before.
         """
@@ -166,7 +166,7 @@ class Engine:
         return batch
 
     def arrivals(self, batch: Batch) -> Iterator[tuple[Batch, Sample]]:
-        """(its batch, sample) of all that arrives until ``batch`` is whole, samples of other batches too."""
+        """Yield (batch, sample) of all samples that arrive until ``batch`` is complete, of other batches too."""
         until = ("until", batch.number)
         self.inbox.put(until)
         while batch.unfinished or self.arrived:

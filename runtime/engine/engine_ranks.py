@@ -152,13 +152,13 @@ class Engines:
             self._send(line, message)
 
     def _deal(self, batch: int, requests: list[tuple], sampling: dict) -> None:
-        """Each engine e gets the places e, e + count, ..."""
+        """Send each engine e the requests of the places e, e + count, ..."""
         for line, place in self.lines.items():
             mine = [request for request in requests if request[0][0] % self.count == place // self.shards]
             self._send(line, ("generate", batch, mine, sampling))
 
     def _send_weights(self, version: int, weights: Weights, by_line: bool) -> None:
-        """To all engines at once, from trainer 0; or on the lines to this trainer's own. Returns when they are sent."""
+        """Send weights from trainer 0 to all engines, or ``by_line`` to this trainer's engines. Returns once sent."""
         entries = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
         self._send_all(("weights", version, entries, by_line))
         if not self.lines:
@@ -281,7 +281,7 @@ def serve(args, thread: Callable) -> None:
 
 
 def answer_call(store: dist.Store, place: int) -> Connection:
-    """Enter the telephone book, and wait for the trainer that owns this engine."""
+    """Register this engine in the store, and wait for the trainer that owns it."""
     secret = secrets.token_bytes(32)
     address = network.own_address()
     if ":" in address:  # what multiprocessing's Listener does not know

@@ -15,7 +15,7 @@ import torch
 
 
 def matmul_precision() -> str | None:
-    """Precision of fp32 products; None where it was set by torch's newer options, with which this one has no value."""
+    """Return the precision of fp32 products, or None if torch's newer options set it and this one has no value."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -23,7 +23,7 @@ def matmul_precision() -> str | None:
 
 
 def settings() -> list[tuple[Callable, Callable]]:
-    """Functions that read and write what holds for the whole process."""
+    """Return the functions that read and write settings of the entire process."""
     from torch import _dynamo  # takes two seconds, which only a run with an engine pays
 
     options = [(torch, "set_num_threads"), (torch.backends.cudnn, "benchmark"), (_dynamo.config, "recompile_limit")]

@@ -11,7 +11,7 @@ from runtime.environments.episodes import Episode, Episodes, chat_of, describe_c
 
 
 def describe_turns(problem: Problem, tokenizer, args) -> list[str]:
-    """Lines of the header: what the environment is; with --dry_run an episode of two scripted turns, ids and mask."""
+    """Describe the environment in header lines; with --dry_run also an episode of two scripted turns, ids and mask."""
     found = describe_class(args.environment)
     chat = chat_of(tokenizer, args)
     tools = ", ".join(tool["function"]["name"] for tool in found["tools"])
@@ -32,7 +32,7 @@ def describe_turns(problem: Problem, tokenizer, args) -> list[str]:
 
 
 def rehearse(problem: Problem, tokenizer, args, chat: Chat, about_it: dict[str, Any]) -> list[str]:
-    """Lines about an episode of two turns that no model wrote: a call of the first tool, or "1", and then "Done."."""
+    """Describe an episode of two scripted turns in lines: a call of the first tool, or "1", and then "Done."."""
     first = "1"
     if about_it["tools"]:
         function = about_it["tools"][0]["function"]

@@ -96,7 +96,7 @@ def accepted(model, config, weights: NamedWeights) -> Iterator[tuple[str, torch.
 
 
 def _unloaded_parameters(model) -> list[str]:
-    """Names of the parameters of layers that vLLM has not loaded in full, in the middle of a layer-by-layer reload."""
+    """Return the names of the parameters of layers that vLLM has not loaded in full, during a layer-by-layer reload."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
