@@ -30,7 +30,7 @@ AT_STAKE_SECONDS = 600.0  # of work after the last checkpoint that are worth one
 
 
 def random_states() -> dict:
-    """States of this process's random number generators, as tensors, lists and numbers.
+    """Return the states of this process's random number generators, as tensors, lists and numbers.
 
     The scripts draw nothing from them: each sample and shuffle has a seed of its own. They are kept for edited copies.
     """
@@ -212,7 +212,7 @@ class Checkpoints:
         return self._went_well(step, partial)
 
     def _write_parts(self, step: int, partial: Path) -> None:
-        """Each rank's files, and on rank 0 what is the same on all ranks."""
+        """Write each rank's files, and on rank 0 the files that all ranks share."""
         for name, engine in self.engines.items():
             self._try(engine.save_checkpoint, str(partial), tag=name, save_latest=False)
         model = partial / "model"
@@ -238,7 +238,7 @@ class Checkpoints:
         file.write_text(json.dumps(state, indent=1, default=np.ndarray.tolist) + "\n")
 
     def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
-        """(size, SHA-256) of every file by name, on all ranks; each rank reads its share of the files."""
+        """Return (size, SHA-256) of every file by name, on all ranks. Each rank reads its share of the files."""
         files: dict[str, tuple[int, str]] = {}
         found = []
         if self.rank == 0:
@@ -252,7 +252,7 @@ class Checkpoints:
         return everything
 
     def _gather(self, mine) -> list:
-        """One object from every rank, on every rank. All have come so far, then."""
+        """Return one object from every rank, on every rank. All ranks have reached this point when it returns."""
         objects = [None] * self.world_size
         torch.distributed.all_gather_object(objects, mine)
         return objects

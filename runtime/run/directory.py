@@ -132,7 +132,7 @@ def check_apart(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run. Raises ValueError where it is no JSON object, or has no arguments."""
+    """Return config.json of a run. Raises ValueError if it is no JSON object, or has no arguments."""
     config = json.loads((folder / "config.json").read_text())
     if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
         raise ValueError("it has no arguments of a run")
@@ -280,7 +280,7 @@ def data_digest(*parts: Sequence[Problem]) -> str:
 
 
 def saved_steps(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the checkpoints of a run, oldest first. One that is being written has another name."""
+    """Return (step, folder) of a run's checkpoints, oldest first. A checkpoint being written has another name."""
     found = [p for p in (folder / "checkpoints").glob("step_*") if p.name.removeprefix("step_").isdigit()]
     return sorted((int(p.name.removeprefix("step_")), p) for p in found)
 
@@ -352,7 +352,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_nothing_is_lost(folder: Path, args) -> None:
-    """For a run without any checkpoint: reject a start from scratch that would discard what the user kept."""
+    """Reject a start from scratch, of a run without any checkpoint, that would discard what the user kept."""
     done = last_step(folder / "metrics.jsonl")
     if done > 0 and args.save_every == 0 and args.save_minutes == 0:
         refuse(

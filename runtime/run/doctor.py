@@ -56,22 +56,22 @@ class Case:
         return series(self.metrics, name).dropna()
 
     def start(self, name: str) -> pd.Series:
-        """Its values in the first SMOOTH steps: many a run has moved before its first third is over."""
+        """Return a metric's values in the first SMOOTH steps: many runs have moved before their first third is over."""
         return self.curve(name).iloc[:SMOOTH]
 
     def first(self, name: str) -> pd.Series:
-        """Its values in the first third of the steps."""
+        """Return a metric's values in the first third of the steps."""
         values = self.curve(name)
         return values[values.index <= self.step_at(1 / 3)]
 
     def middle(self, name: str) -> pd.Series:
-        """Its values in the second third of the steps."""
+        """Return a metric's values in the second third of the steps."""
         values = self.curve(name)
         begun = values[values.index > self.step_at(1 / 3)]
         return begun[begun.index <= self.step_at(2 / 3)]
 
     def last(self, name: str) -> pd.Series:
-        """Its values in the last third of the steps."""
+        """Return a metric's values in the last third of the steps."""
         values = self.curve(name)
         return values[values.index > self.step_at(2 / 3)]
 
@@ -117,7 +117,7 @@ def smooth(values: pd.Series) -> pd.Series:
 
 
 def rise(before: pd.Series, after: pd.Series) -> tuple[float, float]:
-    """Difference of two means, and its standard error; the error is NaN where one of them has fewer than two values."""
+    """Return the difference of two means and its standard error, which is NaN if either has fewer than two values."""
     error = np.sqrt(before.var() / len(before) + after.var() / len(after)) if len(before) and len(after) else np.nan
     return after.mean() - before.mean(), error
 
@@ -157,7 +157,7 @@ def reward_falls(case: Case) -> Finding | None:
 
 
 def extraction(case: Case) -> Finding | None:
-    """Half of the complete responses of the last third have nothing that the verifier takes for an answer.
+    """Report that half of the complete responses of the last third lack an answer that the verifier recognizes.
 
     A verifier that looks for an answer reports the part ``format``; a function of yours may have none.
     """
@@ -194,7 +194,7 @@ def _tail(sample: dict) -> str:
 
 
 def verifier_failures(case: Case) -> Finding | None:
-    """More than a hundredth of the scores of the last third are zeros because the verifier failed."""
+    """Report that more than a hundredth of the scores of the last third are zeros because the verifier failed."""
     kinds = ("timeouts", "errors", "unscorable")
     samples = case.args.get("num_unique_prompts_rollout", 0) * case.args.get("num_samples_per_prompt_rollout", 0)
     counts = {kind: case.last(f"reward/{kind}").mean() for kind in kinds if len(case.last(f"reward/{kind}"))}
@@ -208,7 +208,7 @@ def verifier_failures(case: Case) -> Finding | None:
 
 
 def equal_groups(case: Case) -> Finding | None:
-    """Nineteen of twenty groups of the last third have responses of equal reward: no signal."""
+    """Report that nineteen of twenty groups of the last third have responses of equal reward: no signal."""
     name = case.equal()
     share = case.last(name).mean()
     if not share >= 0.95 or not case.has_groups():
@@ -236,7 +236,7 @@ def truncation(case: Case) -> Finding | None:
 
 
 def length_growth(case: Case) -> Finding | None:
-    """Responses have grown by half while the fraction of right ones did not rise."""
+    """Report that responses have grown by half while the fraction of correct ones did not rise."""
     name = "completions/length_mean"
     before = case.start(name)
     after = case.last(name)
@@ -253,7 +253,7 @@ def length_growth(case: Case) -> Finding | None:
 
 
 def entropy_collapse(case: Case) -> Finding | None:
-    """Entropy is below a fifth of the highest of the first steps, and the reward has not risen since.
+    """Report an entropy below a fifth of the highest of the first steps, with a reward that has not risen since.
 
     A policy that learns a task with one right answer becomes sure of it: that is no collapse.
     """
@@ -292,7 +292,7 @@ def mismatch_growth(case: Case) -> Finding | None:
 
 
 def kl_runaway(case: Case) -> Finding | None:
-    """Two nats per response from the reference, and no gain: in the reward since the start, or for half of the KL.
+    """Report two nats per response from the reference and no gain in reward, since the start or while the KL grew.
 
     A KL below that of the first steps does not run away: distillation begins far from its teacher. A reward that rose
     until the task was solved has nothing left to gain.
@@ -315,7 +315,7 @@ def kl_runaway(case: Case) -> Finding | None:
 
 
 def gradient_spikes(case: Case) -> Finding | None:
-    """At least two gradients, and one in fifty, are ten times the median of the twenty before them."""
+    """Report that at least two gradients, and one in fifty, are ten times the median of the twenty before them."""
     norms = case.curve("optim/grad_norm")
     norms = norms[norms > 0]
     usual = norms.shift(1).rolling(20, min_periods=SMOOTH).median()
@@ -348,7 +348,7 @@ def learning_rate(case: Case) -> Finding | None:
 
 
 def skipped_steps(case: Case) -> Finding | None:
-    """More than one in fifty optimizer steps, and at least two, were skipped as not finite."""
+    """Report that more than one in fifty optimizer steps, and at least two, were skipped as not finite."""
     skipped = case.curve("optim/skipped")
     count = int(skipped.sum())
     applied = case.curve("optim/steps").sum()
@@ -360,7 +360,7 @@ def skipped_steps(case: Case) -> Finding | None:
 
 
 def stale_samples(case: Case) -> Finding | None:
-    """Half of the samples' weight is lost to staleness: the effective sample size is below one half."""
+    """Report that half of the samples' weight is lost to staleness: an effective sample size below one half."""
     size = case.last("sampler/ess").mean()
     if not size < 0.5:
         return None

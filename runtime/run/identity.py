@@ -24,7 +24,7 @@ def recorded(args) -> dict[str, Any]:
 
 
 def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> tuple[list[str], list[str]]:
-    """Arguments that differ from those of an earlier run, in words.
+    """Compare the arguments with those of an earlier run, and describe the differences in words.
 
     Returns two lists: the arguments that make it another run, and those that may change between the parts of one run.
 
@@ -53,7 +53,7 @@ def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> t
 
 
 def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
-    """Names of the arguments that a finished run ignores although they differ and do not only concern its display."""
+    """Return the arguments that a finished run ignores although they differ and do not only concern its display."""
     theirs = redact_values(theirs)
     ours = recorded(args)
     return [name for name in ours if ours[name] != theirs.get(name) and name not in PRESENTATION]
@@ -71,7 +71,7 @@ def script_of(args) -> str:
 
 
 def code_of(args) -> dict[str, str]:
-    """SHA-256 of the script and of every project file that it imports, by path relative to the project.
+    """Return the SHA-256 of the script and of each project file that it imports, by path relative to the project.
 
     The script is the file that defines the class of ``args``, so a copy of grpo.py counts as itself. Files of
     ``--verifier``, ``--environment`` and ``--external_lib`` count as imported, and so do helpers next to them. Imports
@@ -103,7 +103,7 @@ def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[
 
 
 def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
-    """Files in ``places`` that the source in ``path`` imports, wherever in it the import stands."""
+    """Yield the files in ``places`` that the source in ``path`` imports, wherever in it the import stands."""
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:  # importing it will say so
@@ -120,7 +120,7 @@ def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
 
 
 def _module_files(name: str, places: list[Path]) -> list[Path]:
-    """Files that ``import name`` runs: the packages on the way to a module, and the module; none of other projects."""
+    """Return the files that ``import name`` runs: a module and the packages above it; none of other projects."""
     for place in places:
         files = []
         folder = place
@@ -137,7 +137,7 @@ def _module_files(name: str, places: list[Path]) -> list[Path]:
 
 
 def changed_code(theirs: dict[str, str] | None, ours: dict[str, str]) -> list[str]:
-    """Files that differ between two runs, in words; none for a run of the time before code was recorded (None)."""
+    """Return the files that differ between two runs, in words; none for a run from before code was recorded (None)."""
     if theirs is None:
         return []
     words = []

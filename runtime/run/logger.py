@@ -115,7 +115,7 @@ def print_header(
 
 
 def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
-    """Help for a run without a score above 0 for ``steps`` steps: two responses, what was extracted and expected."""
+    """Explain a run without a score above 0 for ``steps`` steps: two responses, what was extracted and expected."""
     lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
     for s in samples[:: max(1, len(samples) - 1)][:2]:
         problem = problems[s.prompt_id]
@@ -146,13 +146,13 @@ PHASES = {"gen": "generate", "score": "score", "logp": "logprobs", "update": "up
 
 
 def own_pieces(names: Iterable[str]) -> list[str]:
-    """Those of the metrics that only this script has: pieces of its loss."""
+    """Return the metrics that only this script has: the pieces of its loss."""
     pieces = [name for name in names if name.startswith("policy/")]
     return sorted(name for name in pieces if name.removeprefix("policy/") not in POLICY)
 
 
 def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: bool) -> str:
-    """One step as a line. ``remaining``: seconds until the end; ``masked``: truncated responses are not trained on."""
+    """Format a step as a line. ``remaining``: seconds left; ``masked``: truncated responses are not trained on."""
     parts = [f"step {metrics['step']}/{total}"]
     for label, name, form in SHOWN:
         if name in metrics:
@@ -174,7 +174,7 @@ def step_line(metrics: dict[str, Any], total: int, remaining: float, masked: boo
 
 
 def eval_line(result: dict[str, Any]) -> str:
-    """One evaluation as a line; pass@k only where it is more than pass@1."""
+    """Format an evaluation as a line, with pass@k only if it is more than pass@1."""
     parts = [f"eval after step {result['step']}: pass@1 {result['eval/pass@1']:.3f}"]
     if result["eval/samples"] > 1:
         parts.append(f"pass@{result['eval/samples']} {result['eval/pass@k']:.3f}")
@@ -412,7 +412,7 @@ class RunLog:
 
 
 def _writable(value: Any, secrets: dict[str, str]) -> Any:
-    """NaN and infinities as null, for which JSON has no word, and texts without secrets.
+    """Replace NaN and infinities, for which JSON has no word, by null, and remove secrets from texts.
 
     Before they are JSON: a secret may end in a quote, and to hide that one's backslash would break the line.
     """

@@ -52,7 +52,7 @@ def find_units(shapes: Shapes, stage: int, ranks: int, lengths: list[int]) -> li
 
 
 def own_part(parts: list[torch.Tensor], count: int, rank: int, size: int) -> torch.Tensor:
-    """Numbers ``rank * size`` to ``(rank + 1) * size`` of a unit that was cut into ``parts``; zeros after its end."""
+    """Return numbers ``rank * size`` to ``(rank + 1) * size`` of a unit cut into ``parts``; zeros after its end."""
     own = torch.zeros(size, dtype=parts[0].dtype)
     width = len(parts[0])
     place = rank * size
@@ -78,7 +78,7 @@ class SavedState:
         self.inner = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
 
     def flats(self, flat: int, key: str | None) -> list[torch.Tensor]:
-        """Each rank's flat tensor number ``flat``: a state of the optimizer, or without a key the master weights."""
+        """Return each rank's flat tensor ``flat``: an optimizer state, or without a key the master weights."""
         if key is None:
             return [file[self.masters][flat] for file in self.files]
         return [file[self.inner]["state"][flat][key] for file in self.files]

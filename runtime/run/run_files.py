@@ -16,12 +16,12 @@ PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
 
 
 def read(path: Path) -> list[dict]:
-    """All ``records`` of a file. They share the names of their fields, which would be most of their memory."""
+    """Read all ``records`` of a file. They share the names of their fields, which would be most of their memory."""
     return [{sys.intern(name): value for name, value in record.items()} for record in records(path)]
 
 
 def thin(items: Iterable, limit: int, size: Callable[[Any], int] = lambda item: 1) -> tuple[list, int]:
-    """(every 1st, 2nd, 4th ... of the items, so many that their sizes add up to ``limit`` at most; which)."""
+    """Return (every 1st, 2nd, 4th ... item, so that the sizes add up to ``limit`` at most; the stride)."""
     kept: list = []
     total = 0
     stride = 1
@@ -38,7 +38,7 @@ def thin(items: Iterable, limit: int, size: Callable[[Any], int] = lambda item: 
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run; {} where there is none, or with a warning none that can be read."""
+    """Read config.json of a run. Returns {} if there is none, or with a warning if it cannot be read."""
     path = folder / "config.json"
     if not path.is_file():
         return {}

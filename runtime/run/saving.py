@@ -24,7 +24,7 @@ from runtime.training.model_files import some
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
-    """Weights, config and tokenizer in Hugging Face format, whole or not at all. Every rank must call."""
+    """Save weights, config and tokenizer in Hugging Face format, completely or not at all. Every rank must call."""
     weights = current_weights(policy, zero_stage)  # every rank takes part
     if rank != 0:
         return

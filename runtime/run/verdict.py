@@ -43,7 +43,7 @@ def evaluations(folder: Path, last: int) -> dict[str, Any] | None:
 
 
 def _compared(before: list[float], after: list[float], spread: float | None) -> dict[str, float]:
-    """Means over problems, and their gain with its interval, in units of ``spread`` or of the range of all values."""
+    """Return means over problems and the gain with its interval. ``spread`` scales values; default: their range."""
     lowest = 0.0
     if spread is None:
         lowest = min(*before, *after)
@@ -55,7 +55,7 @@ def _compared(before: list[float], after: list[float], spread: float | None) -> 
 
 
 def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str, str]:
-    """(outcome, why), the first that holds. ``rules``: those of the doctor that found something."""
+    """Return (outcome, why), the first that holds. ``rules``: the rules of the doctor that found something."""
     if case.curve("optim/steps").max() == 0:
         return NOT_LEARNED, "no optimizer step was taken"
     if case.curve("optim/lr").max() == 0:
@@ -78,9 +78,9 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
 
 
 def by_reward(case: Case, pair: dict[str, Any]) -> tuple[str, str]:
-    """(outcome, why) of a run whose correct responses say nothing or not enough: by the reward of its evaluations.
+    """Return (outcome, why) by the evaluations' reward, for a run whose correct responses show nothing or too little.
 
-    Its scale is unknown, so no gain of it is too small to count.
+    The scale of a reward is unknown, so no gain of it is too small to count.
     """
     why, reward = pair["by_reward"], pair["reward"]
     if reward is None:  # evaluations of an earlier version
