@@ -125,7 +125,7 @@ def check(args) -> None:
 
 
 def seed_of(row: dict) -> int:
-    """Seed of an object's random numbers: the same for all samples of a row, at every time."""
+    """Return the seed of an object's random numbers: the same for all samples of a row, at every time."""
     return problem_set.seed_from(json.dumps(row, sort_keys=True, default=str))
 
 
@@ -215,7 +215,7 @@ class Episode:
         return f"{self.batch}/{self.key[0]}/{self.key[1]}/{len(self.turns)}"
 
     def request(self) -> tuple[dict, dict, int]:
-        """(prompt, sampling parameters, seed) of its next turn."""
+        """Return (prompt, sampling parameters, seed) of the episode's next turn."""
         seed = problem_set.seed_from(f"{self.seed}/{len(self.turns)}") if self.turns else self.seed
         left = self.sampling["max_tokens"] - len(self.ids)
         return self.prompt_ids + self.ids, self.sampling | {"max_tokens": left}, seed
@@ -293,7 +293,7 @@ class Episodes:
         self._pump()
 
     def due(self, idle: bool) -> Iterator[Episode]:
-        """After an engine step: the episodes that have ended, with a finish reason, and those whose next turn begins.
+        """Yield, after an engine step, the episodes that ended, with a finish reason, and those whose next turn begins.
 
         ``idle``: the engine has nothing to compute. Then all that wait are due, at whichever step.
         """

@@ -36,7 +36,7 @@ loaded = SimpleNamespace(cls=None, error="")  # in the nursery and its forks
 
 
 def load(path: str, name: str, text: str) -> None:
-    """In the nursery: load a class of a file, with the same random numbers in every nursery, or record why not."""
+    """Load a class of a file in the nursery, with the same random numbers in every nursery, or record the error."""
     user_files.texts[path] = text
     sys.path.insert(0, str(Path(path).resolve().parent))
     random.seed(0)
@@ -90,7 +90,7 @@ def describe() -> dict[str, Any]:
 
 
 def serve(line: Connection) -> None:
-    """In a fork of the nursery: hold an object, and answer the messages about it until the line ends.
+    """Hold an object in a fork of the nursery, and answer the messages about it until the line ends.
 
     The process that the object is in has a parent of its own. If it kills that one, it has killed itself alone.
     """
@@ -278,7 +278,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def clean(text: str, made: Any) -> str:
-    """Text that a tokenizer takes: no halves of surrogates; and not too much of it."""
+    """Make a text valid for tokenizers, without halves of surrogates, and cut it if it is too long."""
     most = int(getattr(made, "max_characters", CHARACTERS))
     if len(text) > most:
         text = f"{text[:most]}\n[cut: {len(text)} characters]"
