@@ -61,7 +61,7 @@ def _shared_mask(batch: MicroBatch, model, window: int | None) -> torch.Tensor |
 def dense_mask(
     ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """0 where a token (row of the last two dimensions) sees another (column), else the lowest number: [B, 1, S, S]."""
+    """Build the mask [B, 1, S, S]: 0 where a token (row) sees another (column), else the lowest number of ``dtype``."""
     places_S = torch.arange(ends_BS.shape[1], device=ends_BS.device)
     query_S1 = places_S[:, None]
     visible_BSS = (query_S1 >= places_S) & (query_S1 < ends_BS[:, None])
@@ -111,7 +111,7 @@ def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | 
 
 
 def _extremes(values_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of each block of places, [B, K] each; the last block may be short."""
+    """Return the smallest and largest value of each block of places, [B, K] each. The last block may be short."""
     missing = -values_BS.shape[1] % ROW_MULTIPLE
     last_BX = values_BS[:, -1:].expand(-1, missing)
     whole_BS = torch.cat([values_BS, last_BX], 1)
@@ -167,7 +167,7 @@ def varlen_attention(
     max_length_q: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each sample of a packed row, by ``torch.nn.attention.varlen``: transformers' interface.
+    """Compute causal attention per sample of a packed row with ``torch.nn.attention.varlen``: transformers' interface.
 
     [B, H, S, D] -> [B, S, H, D]. Without borders every row is one sequence; padding on its right is seen by nothing.
     """
@@ -193,7 +193,7 @@ def varlen_attention(
 
 
 def mask_bytes(layout: str, attention: str, budget: int, dtype: torch.dtype, args) -> int:
-    """Bytes of the largest dense mask that micro-batches of ``budget`` tokens may need.
+    """Return the bytes of the largest dense mask that micro-batches of ``budget`` tokens may need.
 
     Shared rows have a mask in the model's dtype. Those of packed and padded rows are transformers' own, of booleans for
     sdpa; a padded row that is alone needs none.
@@ -212,7 +212,7 @@ def mask_bytes(layout: str, attention: str, budget: int, dtype: torch.dtype, arg
 
 
 def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention: str) -> tuple[str, str, str]:
-    """(layout of the rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
+    """Return (layout of rows, attention implementation, why) for ``--batch_layout`` and ``--attn_implementation``.
 
     cuda: on a GPU for which FlexAttention and flash kernels are made. attention: as ``resolve_device`` has it, by the
     device alone. On GPUs FlexAttention computes shared rows without a mask in memory, once its four to seven kernels

@@ -61,14 +61,14 @@ def token_offsets(samples: list[Sample]) -> list[int]:
 
 
 def flat(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    """One value per token, an array of them per sample -> [N + 1]: one after the other, and a 0 for idle tokens."""
+    """Flatten an array per sample, one value per token, to [N + 1]: one after the other, and a 0 for idle tokens."""
     idle = np.zeros(1, dtype=parts[0].dtype)
     whole = np.concatenate([*parts, idle])
     return torch.from_numpy(whole).to(device)
 
 
 def per_token(values: list[float], offsets: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """One value per sample -> [N + 1]: that of its sample for each token, and a 0 for idle tokens."""
+    """Expand one value per sample to [N + 1]: the value of its sample for each token, and a 0 for idle tokens."""
     lengths = torch.tensor([*np.diff(offsets), 1])
     whole = torch.tensor([*values, 0]).repeat_interleave(lengths)
     return whole.to(device)
@@ -108,11 +108,11 @@ class PrefixTree:
         self.inner = self.nodes - leaves  # nodes that predict something
 
     def __len__(self) -> int:
-        """Tokens that are computed."""
+        """Return the number of tokens that are computed."""
         return len(self.prompt) + self.inner
 
     def arrays(self) -> TreeArrays:
-        """Ids, positions and subtrees of what is computed, and where each response's tokens are predicted."""
+        """Return ids, positions and subtrees of computed tokens, and the places that predict each response's tokens."""
         paths = []
         parents = []
         depths = []
@@ -179,7 +179,7 @@ MicroRows = list[Row]  # the rows of a micro-batch
 
 
 def sample_length(sample: Sample) -> int:
-    """Tokens of a prompt and its response."""
+    """Return the number of tokens of a prompt and its response."""
     return len(sample.prompt_ids) + len(sample.response_ids)
 
 
@@ -275,7 +275,7 @@ def _cut(
     budget: int,
     multiple: int,
 ) -> list[MicroRows]:
-    """Micro-batches of one rank's rows, which come longest first: the first row of a micro-batch sets its width."""
+    """Cut one rank's rows, which come longest first, into micro-batches: the first row of each sets its width."""
     cut = []
     for row in rows:
         width = padded_width(cut[-1], budget, multiple) if cut else 0
@@ -287,13 +287,13 @@ def _cut(
 
 
 def padded_width(rows: MicroRows, budget: int, multiple: int) -> int:
-    """Positions of rows of which the first is the longest: a multiple of ``multiple``, unless ``budget`` is less."""
+    """Return the padded width of rows, the longest first: a multiple of ``multiple``, unless ``budget`` is less."""
     length = row_length(rows[0])
     return max(length, min(budget, -(-length // multiple) * multiple))
 
 
 def row_length(row: Row) -> int:
-    """Tokens of a row."""
+    """Return the number of tokens of a row."""
     return sum(len(tree) for tree in row)
 
 
@@ -303,7 +303,7 @@ def _tensors(
     layout: str,
     width: int,
 ) -> MicroBatch:
-    """Ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
+    """Build ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)
     ends = np.tile(np.arange(1, width + 1), (len(rows), 1))  # padding is seen by itself: no softmax of nothing

@@ -26,7 +26,7 @@ FAST = 500.0
 
 
 def product_rates(rounds: int = ROUNDS) -> dict[str, float]:
-    """GFLOP/s of a matrix product in fp32 and in bf16 on one core, the best of ``rounds``.
+    """Return the GFLOP/s of a matrix product in fp32 and in bf16 on one core, the best of ``rounds``.
 
     In CPU seconds, so other programs do not count. Takes 0.1 s, or two seconds where bf16 has no instructions.
     """

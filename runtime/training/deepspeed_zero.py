@@ -95,12 +95,12 @@ class ShardedWeights:
 
 
 def _whole_numel(weight: torch.Tensor) -> int:
-    """Elements of a weight, also while ZeRO-3 has sharded it."""
+    """Return the number of elements of a weight, also while ZeRO-3 has sharded it."""
     return getattr(weight, "ds_numel", weight.numel())
 
 
 def weight_bytes(weights: NamedWeights | ShardedWeights) -> int:
-    """Bytes of named weights; a tied head counts, for an engine gets it under its own name."""
+    """Return the bytes of named weights. A tied head counts, for an engine gets it under its own name."""
     entries = weights.entries.items() if isinstance(weights, ShardedWeights) else weights
     return sum(_whole_numel(weight) * weight.element_size() for _, weight in entries)
 
@@ -149,7 +149,7 @@ def finish_gpu_work() -> None:
 
 
 def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
-    """ZeRO with fp32 master weights and fp32 gradient accumulation (the default, bf16, loses 1 to 2 % of a gradient).
+    """Configure ZeRO with fp32 master weights and fp32 accumulation (bf16, the default, loses 1 to 2 % of a gradient).
 
     Clipping has to be set here: accelerate's ``clip_grad_norm_`` does nothing under DeepSpeed. Buckets of the default
     size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapped reduction
@@ -267,7 +267,7 @@ def return_to_gpu(engines: Iterable) -> None:
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters and buffers of a module, what is tied once."""
+    """Return the parameters and buffers of a module, each tied tensor once."""
     yield from module.parameters()
     yield from module.buffers()
 
@@ -305,7 +305,7 @@ def set_learning_rate(engine, rate: float) -> None:
 
 
 def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> None:
-    """Backward pass of a micro-batch; after the last one of a mini-batch, the optimizer step.
+    """Run the backward pass of a micro-batch and, after the last one of a mini-batch, the optimizer step.
 
     ``drop``: do not take it. DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way
     to drop gradients that it has already accumulated.

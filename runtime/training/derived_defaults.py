@@ -51,7 +51,7 @@ def other_data(args) -> bool:
 
 
 def by_model(args, model: memory.Model | None) -> dict[str, Choice]:
-    """Learning rates that follow from the size of the model."""
+    """Return the learning rates that follow from the size of the model."""
     found = {}
     count = model.parameters if model else 0
     for least, rates in RATES.items():
@@ -149,7 +149,7 @@ def fill(args, problems: list[Problem], eval_problems: list[Problem]) -> None:
 
 
 def reasons(args, problems: list[Problem], eval_problems: list[Problem], model, tokenizer) -> list[str]:
-    """Lines for the start of a run: what was chosen, and why."""
+    """Return lines for the start of a run: the values that were chosen, and why."""
     found = choices(args, [*problems, *eval_problems], len(problems), model, tokenizer)
     lines = []
     for name, (value, why) in found.items():

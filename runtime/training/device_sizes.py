@@ -75,7 +75,7 @@ def as_words(changes: dict) -> str:
 
 
 def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
-    """(sizes of micro-batches and engine, why these). Ends with exit code 2 where nothing fits the GPU.
+    """Return (sizes of micro-batches and engine, why these). Ends with exit code 2 if none fit the GPU.
 
     The flags that name them win, and then nothing is rejected.
     """

@@ -140,7 +140,7 @@ def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
 
 
 def row_lengths(args) -> tuple[int, int]:
-    """Tokens at most of a sample, and of a group whose prompt is there once."""
+    """Return the largest number of tokens of a sample, and of a group that shares one copy of its prompt."""
     group = args.num_samples_per_prompt_rollout * args.max_response_length
     return args.max_prompt_length + args.max_response_length, args.max_prompt_length + group
 
@@ -169,7 +169,7 @@ def activations(args, model: Model, setting: Setting, tokens: int) -> float:
 
 
 def most_tokens(args, budget: int, ranks: int) -> int:
-    """Of the largest micro-batch: the budget, or a rank's part of a mini-batch and one row more."""
+    """Return the tokens of the largest micro-batch: the budget, or a rank's part of a mini-batch and one row more."""
     prompts = -(-args.num_unique_prompts_rollout // args.num_mini_batches)
     samples = -(-prompts * args.num_samples_per_prompt_rollout // ranks)
     sample, group = row_lengths(args)
@@ -213,12 +213,12 @@ def passes(args, model: Model, setting: Setting, size: Sizes) -> dict[str, float
 
 
 def reduce_bucket(on_gpu: bool) -> int:
-    """Gradients that DeepSpeed collects before it reduces them over the ranks."""
+    """Return the number of gradients that DeepSpeed collects before it reduces them over the ranks."""
     return 2 * 10 ** (8 if on_gpu else 7)
 
 
 def logit_block(on_gpu: bool) -> int:
-    """Logits that are in fp32 at a time: 2 MiB, for a CPU's cache, and 64 MiB, to keep a GPU busy."""
+    """Return the number of fp32 logits at a time: 2 MiB, for a CPU's cache, and 64 MiB, to keep a GPU busy."""
     return 2 ** (24 if on_gpu else 19)
 
 
@@ -270,7 +270,7 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
 
 
 def describe(prediction: Prediction, model: Model, setting: Setting) -> list[str]:
-    """Lines for the start of a run."""
+    """Describe a memory prediction in lines for the start of a run."""
     card = f" of the GPU's {setting.card / GIB:.1f}" if setting.card else ""
     count = f"{model.parameters / 1e6:.0f}M parameters"
     lines = [f"memory     at most {prediction.peak / GIB:.1f} GiB per rank{card} ({count}; docs/evidence/memory.md)"]

@@ -55,7 +55,7 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-    """(config.json, tokenizer_config.json, names of the files) of a local model; no names for a model on the hub."""
+    """Return (config.json, tokenizer_config.json, file names) of a local model; no names for a model on the hub."""
     name, revision = model
     folder = Path(name)
     hint = "give a local folder or a hub id; `make setup` prepares the default model"
@@ -149,7 +149,7 @@ def check_files(folder: Path, files: set[str], flag: str) -> None:
 
 
 def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
-    """(tokenizer_config.json, names of the files) of a local tokenizer; nothing of one on the hub."""
+    """Return (tokenizer_config.json, file names) of a local tokenizer; nothing for a tokenizer on the hub."""
     folder = Path(name)
     if folder.is_dir():
         files = {f.name for f in folder.iterdir()}

@@ -19,7 +19,7 @@ MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16 and flash attention begin
 
 
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
-    """(device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
+    """Return (device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
 
     A CPU uses the data type in which it multiplies faster (cpu_rates.py), bf16 only where fp32 is much slower: in bf16
     the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A resumed run keeps its type.
@@ -178,7 +178,7 @@ def prepare_for_training(model) -> None:
 
 
 def stop_token_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a response: the generation config's (often several), the config's and the tokenizer's.
+    """Return every id that ends a response: of the generation config (often several), the config and the tokenizer.
 
     Exits with code 2 where there is none.
     """
