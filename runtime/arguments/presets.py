@@ -54,7 +54,7 @@ PRESETS = {
 
 
 def script_of(cls: type) -> str:
-    """ "grpo" or "ppo", whichever a class of arguments belongs to; "" for other programs."""
+    """Return "grpo" or "ppo", the script that a class of arguments belongs to, or "" for other programs."""
     fields = {f.name for f in dataclasses.fields(cls)}
     return next((script for script, mark in MARKS.items() if mark in fields), "")
 
@@ -97,7 +97,7 @@ def own_defaults(args: Any) -> dict[str, Any]:
 
 
 def settings_of(args: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(flag -> value that a preset gives this script, flag -> value of those that it leaves alone).
+    """Return (flag -> value that a preset gives this script, flag -> value of the flags that it leaves alone).
 
     A flag whose default differs from that of grpo.py or ppo.py is what makes a variant that variant, and keeps it.
     """
