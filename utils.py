@@ -690,7 +690,7 @@ class UpdateStats:
             skips.policy += 1
 
     def mean_kl(self) -> float | None:
-        """k1 over the update, in nats per token; None without an optimizer step."""
+        """Return k1 over the update, in nats per token, or None without an optimizer step."""
         return self.totals["k1"] / self.totals["tokens"] if self.totals["rounds"] > 0 else None
 
     def metrics(self, lr: float) -> dict[str, float]:
@@ -727,7 +727,7 @@ class UpdateStats:
 
 @torch.no_grad()
 def forward_kl(logits_UV: torch.Tensor, reference_UV: torch.Tensor) -> torch.Tensor:
-    """KL(reference || policy), [U], without gradient."""
+    """Compute KL(reference || policy), [U], without gradient."""
     return full_vocabulary_kl(reference_UV, logits_UV)
 
 
