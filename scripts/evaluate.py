@@ -101,7 +101,7 @@ def warn_of_training(words: list[str]) -> None:
 
 
 def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
-    """(arguments, file for the samples, the run's own arguments where its held-out problems are asked, the script)."""
+    """Return (arguments, samples file, the run's own arguments if its held-out problems are evaluated, script)."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--run", type=Path)
     own.add_argument("--output", type=Path)
@@ -139,7 +139,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
 
 
 def find_run(folder: Path) -> tuple[dict, Path]:
-    """(config.json, script) of a run. Exits with code 2 where one is missing."""
+    """Return (config.json, script) of a run. Exits with code 2 if one is missing."""
     if not (folder / "config.json").is_file():
         process.refuse(f"--run {folder}: no config.json there; give the folder of a run, runs/NAME")
     try:
@@ -228,7 +228,7 @@ from runtime.training import pretrained
 
 
 def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
-    """95 % interval of pass@1 on some of the problems."""
+    """Return the 95 % interval of pass@1 on some of the problems."""
     right: dict[int, list[bool]] = {}
     for sample in samples:
         if sample.prompt_id in places:
@@ -238,7 +238,7 @@ def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
 
 
 def side_by_side(samples: list[Sample], problems: list[Problem]) -> tuple[str, str]:
-    """(lenient rate, format rate) of samples, "–" for what cannot be told."""
+    """Return (lenient rate, format rate) of samples, with "–" for a rate that is unknown."""
     said = [lenient(sample.response, problems[sample.prompt_id].truth) for sample in samples]
     right = [is_correct(sample) or found for sample, found in zip(samples, said, strict=True)]
     formats = [sample.reward_parts["format"] for sample in samples if "format" in sample.reward_parts]
@@ -277,7 +277,7 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
 
 @watchdog.ends_all_ranks
 def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenizer) -> list[Sample]:
-    """All samples of all problems, scored, on all ranks, by the engine of ``script``, as in an evaluation of a run."""
+    """Sample all problems on all ranks with the engine of ``script`` and score them, as in an evaluation of a run."""
     device, dtype, _ = pretrained.resolve_device(args)
     watch = watchdog.Watch(args.timeout)
     torch.distributed.init_process_group("gloo")
@@ -303,7 +303,7 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
 
 
 def write_samples(samples: list[Sample], problems: list[Problem], path: Path) -> None:
-    """Every sample as a JSON line, whole: text, token ids, what was extracted and how it was scored."""
+    """Write every sample as a JSON line: complete text, token ids, what was extracted and how it was scored."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         for sample in samples:

@@ -49,7 +49,7 @@ def as_it_would_start(args: flags.RunFlags, config: dict, truth_error: Callable)
 
 
 def state(args, defaults) -> tuple[int, str]:
-    """(FINISHED, LEAVE or RUN, in words) of the run that these arguments name."""
+    """Return (FINISHED, LEAVE or RUN, in words) for the run that these arguments name."""
     folder = Path(args.output_dir) / directory.run_name(args, defaults)
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"

@@ -214,7 +214,7 @@ def pass_interval(run: Run, x: str) -> pd.DataFrame:
 
 
 def legend_words(curves: dict[str, pd.Series]) -> dict[str, pd.Series]:
-    """Curves by the words of a legend. One that coincides with an earlier one is named next to it."""
+    """Return the curves by the words of a legend. A curve that coincides with an earlier one is named next to it."""
     found: dict[str, pd.Series] = {}
     for word, curve in curves.items():
         twin = next((words for words, other in found.items() if curve.equals(other)), None)
@@ -336,7 +336,7 @@ def sparkline(values: pd.Series, width: int = 60) -> str:
 
 
 def summary(metrics: list[dict], evals: list[dict]) -> str:
-    """Reward, held-out pass@1 and time, in words. One step's reward is noisy, so a tenth of the steps is averaged."""
+    """Summarize reward, held-out pass@1 and time. A single step's reward is noisy: a tenth of the steps is averaged."""
     rewards = series(metrics, "reward/mean").dropna()
     n = tenth(rewards)
     first = rewards.head(n).mean()
@@ -396,7 +396,7 @@ def show(value: object) -> str:
 
 
 def order(value: object) -> tuple:
-    """Sort key for the values of one argument: None, numbers, then the rest as text."""
+    """Return the sort key for a value of an argument: None, numbers, then the rest as text."""
     number = isinstance(value, int | float)
     return (value is not None, not number, value if number else str(value))
 
@@ -463,7 +463,7 @@ def separating(runs: list[Run], by: list[str]) -> list[str]:
 
 
 def band(runs: list[Run], key: str, x: str) -> pd.DataFrame:
-    """Columns mean, min and max over repetitions, indexed by the place on the axis; empty where one has no value.
+    """Return mean, min and max over repetitions by place on the axis, or an empty table if a run has no value.
 
     In time the steps of the runs are at different places: values between steps are interpolated linearly, at the
     places of the first run, up to the end of the shortest.
@@ -493,7 +493,7 @@ def problems_behind(run: Run, key: str) -> float | None:
 
 
 def interval(runs: list[Run], key: str) -> tuple[float, float]:
-    """(mean, half the 95 % interval) of the final values of repetitions; NaN for what too few runs do not give.
+    """Return (mean, half the 95 % interval) of the final values of repetitions, with NaN for too few runs.
 
     Of rates the larger half, which is not 0 where all are 0 or 1.
     """
@@ -637,7 +637,7 @@ def table(runs: list[Run], by: list[str], keys: list[str], over_argument: bool) 
 
 
 def digits(values: pd.Series) -> int:
-    """Significant digits that tell the lowest value from the highest, and a value from 1: 3 to 6."""
+    """Return the significant digits, 3 to 6, that distinguish the lowest value from the highest, and a value from 1."""
     for count in range(3, 6):
         ends = [f"{value:.{count}g}" for value in (values.min(), values.max())]
         if (ends[0] != ends[1] or values.min() == values.max()) and ("1" not in ends or 1.0 in values.tolist()):

@@ -47,7 +47,7 @@ PAGE = Path(__file__).with_suffix(".html")
 
 
 def contents(folder: Path, metrics: list[dict], evals: list[dict]) -> dict:
-    """Everything the page shows, as plain data: of a very long run every 2nd, 4th, 8th ... point and sample."""
+    """Return all data of the page as plain data: for a very long run every 2nd, 4th, 8th ... point and sample."""
     config = read_config(folder)
     logged = [*metrics, *evals]
     names = dict.fromkeys(name for record in logged for name in record if name not in NO_CURVE)
@@ -73,7 +73,7 @@ def contents(folder: Path, metrics: list[dict], evals: list[dict]) -> dict:
 
 
 def _characters(sample: dict) -> int:
-    """About how much of the page a sample takes."""
+    """Estimate the number of characters of the page that a sample takes."""
     texts = [value for value in sample.values() if isinstance(value, str)]
     turns = [turn["text"] for turn in sample.get("turns", ())]
     return 300 + 300 * len(turns) + sum(map(len, (*texts, *turns)))

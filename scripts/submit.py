@@ -157,12 +157,12 @@ def seconds(text: str) -> int:
 
 
 def gibibytes(text: str) -> int:
-    """64 of ``64G``."""
+    """Return the number of GiB in ``64G``."""
     return int(re.match(r"\d+", matches(r"\d+(G|GB|Gi|GiB)", "write GiB as 64G")(text))[0])
 
 
 def gpu_count(text: str) -> tuple[str | None, int]:
-    """(type or None, number) of ``8`` or ``h100:8``."""
+    """Return (type or None, number) of ``8`` or ``h100:8``."""
     kind, _, count = matches(r"([^:]+:)?\d+", "write 8, or with a type h100:8")(text).rpartition(":")
     return kind or None, int(count)
 
@@ -174,7 +174,7 @@ def source_and_path(text: str) -> tuple[str, str]:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """(name, value) of ``NAME=VALUE``, or of ``NAME`` alone with the value that it has in this shell."""
+    """Return (name, value) of ``NAME=VALUE``, or of ``NAME`` alone with the value that it has in this shell."""
     name, equals, value = text.partition("=")
     matches(r"[A-Za-z_]\w*", "not a name of a variable; write NAME=VALUE, or NAME for this shell's value")(name)
     if SECRET_NAME.search(name):
@@ -187,7 +187,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def secret_name(text: str) -> tuple[str, str]:
-    """(variable, name in the cluster's store) of ``NAME``, or of ``NAME=STORE_NAME``; never a value."""
+    """Return (variable, name in the cluster's store) of ``NAME``, or of ``NAME=STORE_NAME``; never a value."""
     name, equals, store = text.partition("=")
     store = store if equals else name
     if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[A-Za-z_][\w-]*", store):
@@ -201,7 +201,7 @@ SECRET_IS = "export the value in this shell or put it into the cluster's store"
 
 
 def shell_text(text: str) -> str:
-    """Lines of shell that bash can read."""
+    """Check that bash can read the lines of shell in a text, and return the text."""
     if not all(line.isprintable() for line in text.split("\n")):
         raise argparse.ArgumentTypeError(f"{text!a}: has characters that cannot be printed; put it into a file")
     done = subprocess.run(["bash", "-n"], input=f"f() {{\n{text}\n}}\n", capture_output=True, text=True)
@@ -416,7 +416,7 @@ def check_arguments(words: list[str]) -> str | None:
 
 
 def check_processes(words: list[str], processes: int) -> None:
-    """In a job of several processes, reject a program that would run as one, and say what runs once per node."""
+    """Reject a program that would run as one in a job of several processes, and report what runs once per node."""
     last = split_at("&&", words)[-1]
     if file_at(last) is not None or has_launcher(last):
         return
@@ -526,7 +526,7 @@ def scripts_in(words: list[str]) -> list[str]:
 
 
 def git_state(words: list[str]) -> dict[str, Any]:
-    """Commit, how tracked files differ from it, and new files among ``words``; empty without git."""
+    """Return the commit, the diff of tracked files to it, and new files among ``words``; empty without git."""
     commit = git.output(Path(), "rev-parse", "--verify", "HEAD").strip()
     if not commit:
         return git.state(Path())  # of a job that submits another one from its copy of the code
@@ -567,7 +567,7 @@ def changed_code(words: list[str]) -> str | None:
 
 
 def render(job: Job) -> Plan:
-    """All that a submission writes and runs: the backend's part, the record, and the uncommitted changes."""
+    """Plan everything that a submission writes and runs: the backend's part, the record, and uncommitted changes."""
     plan = BACKENDS[job.backend][0](job)
     record = dataclasses.asdict(job) | {"run": [shlex.join(command) for command in plan.commands]}
     diff = record["git"].pop("diff", "")
@@ -637,7 +637,7 @@ def follow_up(record: Path, what: str) -> str | None:
 
 
 def follow(argv: list[str]) -> int:
-    """``--status``, ``--logs`` or ``--cancel`` of the newest submission in the job's folder that is named after it."""
+    """Run ``--status``, ``--logs`` or ``--cancel`` for the newest submission in a job's folder."""
     what = argv[0].lstrip("-")
     if len(argv) != 2:
         refuse(f"{argv[0]}: name the folder of one job after it, such as runs/jobs/grpo-1a2b3c4d")
@@ -663,7 +663,7 @@ def is_over(record: Path) -> bool:
 
 
 def clean(argv: list[str]) -> int:
-    """``--clean FOLDER``: delete the copies of code of submissions that are over, of one job or of all in FOLDER."""
+    """Run ``--clean FOLDER``: delete the copies of code of finished submissions, of one job or of all in FOLDER."""
     if len(argv) != 2 or not Path(argv[1]).is_dir():
         refuse("--clean: name a folder of jobs after it, such as runs/jobs, or that of one job")
     records = submissions(argv[1]) + [record for place in Path(argv[1]).iterdir() for record in submissions(place)]

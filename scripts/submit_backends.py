@@ -133,7 +133,7 @@ def quote(word: str) -> str:
 
 
 def line_of(words: list[str]) -> str:
-    """Words as a line of bash; an assignment in front of a command stays one, by way of ``env``."""
+    """Format words as a line of bash. An assignment in front of a command stays one, by way of ``env``."""
     assigns = re.match(r"[A-Za-z_]\w*=", words[0]) is not None
     return " ".join(quote(word) for word in (["env", *words] if assigns else words))
 
@@ -253,7 +253,7 @@ def derived_port(job: Job) -> str:
 
 
 def options(fields: dict[str, Any]) -> list[str]:
-    """``--name=value`` words, without those that have no value."""
+    """Return ``--name=value`` words, without the fields that have no value."""
     return [f"--{name}={value}" for name, value in fields.items() if value is not None]
 
 
@@ -277,7 +277,7 @@ def local(job: Job) -> Plan:
 
 
 def slurm(job: Job) -> Plan:
-    """sbatch: a batch script on the first node starts the node script everywhere, and requeues the job on 75.
+    """Plan ``sbatch``: a batch script on the first node starts the node script everywhere, and requeues on 75.
 
     Slurm signals the batch script GRACE seconds before the end. SIGTERM to srun kills the step; scancel sends it to
     every process of the step, so that nobody passes it on (STOP_REACHES_ALL tells scripts/launch.py).
@@ -333,9 +333,9 @@ def slurm(job: Job) -> Plan:
 
 
 def cores_per_gpu(partitions: tuple[str, ...]) -> int:
-    """Cores to ask for with each GPU on Slurm, whose own default is one core for all: a node's cores over its GPUs.
+    """Return the cores to request per GPU on Slurm (its default is one core for all): a node's cores over its GPUs.
 
-    Of the node that has fewest, as sinfo says; 8 where it does not answer.
+    The node with the fewest counts, as reported by sinfo; 8 if sinfo does not answer.
     """
     words = ["sinfo", "-h", "-N", "-o", "%c %G", *options({"partition": ",".join(partitions) or None})]
     try:

@@ -28,7 +28,7 @@ OUTPUT = re.compile(r"--\w*[_-]dir")
 
 
 def code_files(folder: Path, named: Iterable[str]) -> list[str]:
-    """Paths, relative to ``folder``, of its code: what git tracks, new files of code, and the scripts ``named``.
+    """Return the code in ``folder`` as relative paths: what git tracks, new files of code, and the scripts ``named``.
 
     Files of code are new if git neither tracks nor ignores them. Without git, every file of code counts that is not in
     a hidden folder or an environment of Python. Raises ValueError for more than ``MOST`` files.
@@ -82,7 +82,7 @@ def inside(folder: Path, named: Iterable[str]) -> list[str]:
 
 
 def output_folders(folder: Path, words: Sequence[str]) -> list[Path]:
-    """Folders that the options of a command name for its results (``--output_dir out``), where they are relative."""
+    """Return the folders that a command's options name for results (``--output_dir out``), if they are relative."""
     pairs = list(itertools.pairwise(words))
     pairs += [tuple(word.split("=", 1)) for word in words if "=" in word]
     places = []

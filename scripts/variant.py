@@ -38,12 +38,12 @@ def fail(message: str) -> NoReturn:
 
 
 def names() -> list[str]:
-    """Names of the variants that are patches."""
+    """Return the names of the variants that are patches."""
     return sorted(path.stem for path in (ROOT / "variants").glob("*.patch"))
 
 
 def read(name: str) -> tuple[str, str, str]:
-    """(header, script that it changes, diff) of a variant. Exits with code 2 if there is no such patch."""
+    """Return (header, script that it changes, diff) of a variant. Exits with code 2 if there is no such patch."""
     if name not in names():
         fail(f"no file variants/{name}.patch; choose from {', '.join(names())}")
     header, mark, diff = (ROOT / "variants" / f"{name}.patch").read_text().partition(DIFF)
