@@ -87,7 +87,7 @@ def start(file: str, variable: str, needs: str) -> socket.socket:
 
 
 def serve(load: Callable[[], None], cls: type) -> None:
-    """In the other Python: ``load`` its library, and answer for an object of ``cls`` in a fork for each episode."""
+    """Run in the other Python: ``load`` its library, and answer for an object of ``cls`` in a fork for each episode."""
     control = socket.socket(fileno=int(sys.argv[1]))
     try:
         load()
