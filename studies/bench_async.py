@@ -92,7 +92,7 @@ class Measured:
 
 
 def products(seconds: float) -> Callable[[], None]:
-    """Work that takes this long when nothing else runs."""
+    """Return a function that computes for this many seconds when nothing else runs."""
     square = torch.rand(PRODUCT, PRODUCT)
     count = 0
     started = time.perf_counter()
@@ -122,7 +122,7 @@ def counted(llm) -> list[int]:
 
 
 def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: Callable, steps: int) -> Measured:
-    """The loop of grpo.py in one mode: ask, collect, update, push."""
+    """Time the loop of grpo.py in one mode: ask, collect, update, push."""
     watch = watchdog.Watch(run.timeout)
     dtype = model.dtype
     stop_ids = pretrained.stop_token_ids(model, tokenizer)
@@ -164,7 +164,7 @@ def measure(run: grpo.Args, problems: list[Problem], model, tokenizer, update: C
 
 
 def checked_run(args: Args) -> grpo.Args:
-    """The arguments of the run whose loop is timed. Ends with exit code 2 for those that do not fit together."""
+    """Return the arguments of the run whose loop is timed. Exits with code 2 if they do not fit together."""
     own = ("update_seconds", "steps", "json")
     run = grpo.Args(**{name: value for name, value in dataclasses.asdict(args).items() if name not in own})
     checks.check(run, 1)

@@ -160,12 +160,12 @@ class History:
         }
 
     def of_kind(self, what: str, machine: str | None = None) -> list[dict]:
-        """The lines of this setting, oldest first; of another ``machine`` where one is given."""
+        """Return the lines of this setting, oldest first, from this machine or, if given, from ``machine``."""
         wanted = self.setting(what) | {"machine": machine or self.machine}
         return [line for line in self.lines if line | wanted == line]
 
     def own(self, what: str) -> list[dict]:
-        """Those of the commit that is measured."""
+        """Return the lines of this setting that belong to the measured commit."""
         return [line for line in self.of_kind(what) if line["code"] == self.who["code"]]
 
     def write(self, what: str, value: float, **more: object) -> None:
@@ -191,7 +191,7 @@ class History:
                     self.measure_accuracy(seed)
 
     def measure_run(self, kinds: list[str]) -> None:
-        """One run for speed, memory and start. The rate is the better of before and after: both may be disturbed."""
+        """Measure speed, memory and start in a run. The rate is the higher of two, since either may be disturbed."""
         load = busy_cores()
         _, before = machine_rate()
         if load > 0.25 * os.cpu_count():
@@ -210,7 +210,7 @@ class History:
             self.write(what, found[what], **more)
 
     def measure_accuracy(self, seed: int) -> None:
-        """The quickstart with one seed."""
+        """Run the quickstart with one seed and record its final pass@1."""
         with tempfile.TemporaryDirectory(prefix="history-") as place:
             out = Path(place)
             run(self.project, [*self.arguments, "--seed", str(seed)], out)
@@ -219,7 +219,7 @@ class History:
         self.write("accuracy", last["eval/pass@1"], seed=seed)
 
     def compare(self, what: str) -> int:
-        """Print one kind of number against its corridor; its exit code."""
+        """Print one kind of number against its corridor, and return the exit code."""
         mine = [line["value"] for line in self.own(what)]
         groups: dict[str, list[float]] = {}
         for line in self.of_kind(what):
@@ -230,7 +230,7 @@ class History:
         return code
 
     def table(self, machine: str) -> str:
-        """All commits measured with ``machine`` and these arguments, oldest first, as Markdown.
+        """Return all commits measured with ``machine`` and these arguments, oldest first, as Markdown.
 
         Each number is the mean of its runs, with their standard deviation.
         """
@@ -276,7 +276,7 @@ def spread(values: list[float]) -> str:
 
 
 def deviation(groups: list[list[float]]) -> tuple[float, int]:
-    """(standard deviation of repeated runs, pooled over the groups, its degrees of freedom)."""
+    """Return (standard deviation of repeated runs, pooled over the groups, its degrees of freedom)."""
     squares = 0.0
     freedom = 0
     for values in groups:
@@ -287,7 +287,7 @@ def deviation(groups: list[list[float]]) -> tuple[float, int]:
 
 
 def verdict(what: str, mine: list[float], before: list[list[float]], groups: list[list[float]]) -> tuple[str, int]:
-    """(what to say of a commit's numbers, exit code): its mean against that of the last five commits before it.
+    """Compare a commit's mean with that of the last five commits before it. Returns (text to print, exit code).
 
     ``mine``: its runs; ``before``: those of each earlier commit; ``groups``: of all, for the deviation.
     """
@@ -309,7 +309,7 @@ def verdict(what: str, mine: list[float], before: list[list[float]], groups: lis
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line. Ends with exit code 2 for a kind of number that there is not, or no checkout."""
+    """Parse the command line. Exits with code 2 for an unknown kind of number, no checkout, or one run or step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--what", default=",".join(KINDS), help="kinds of numbers, with commas (default: %(default)s)")

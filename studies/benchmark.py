@@ -177,7 +177,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def fixed_samples(problems: list[Problem], group: int, cap: int, vocabulary: int) -> list[Sample]:
-    """The samples that the update is timed on, the same in every run.
+    """Return the samples that the update is timed on, the same in every run.
 
     The prompts are those of the quickstart's first step, about 45 tokens each with the model's template. Lengths are
     drawn from 3, 8, 12, 20, 32 and 32 32nds of ``cap``: in the first steps of a quickstart the mean is 15 to 25 of 32
@@ -195,7 +195,7 @@ def fixed_samples(problems: list[Problem], group: int, cap: int, vocabulary: int
 
 
 def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """The update phase without the optimizer: make micro-batches, run each forward and backward.
+    """Run the update phase without the optimizer: make micro-batches, run forward and backward of each.
 
     Returns (log-probs [N], gradients, positions computed). Tokens have different weights, so that a layout that mixed
     them up would give another gradient; all weights are positive, since terms that cancel would leave only rounding
@@ -376,7 +376,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, model) -> ModelSizes:
-        """The sizes of a transformers causal language model."""
+        """Return the sizes of a transformers causal language model."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -454,7 +454,7 @@ def floors(
 
 
 def print_floors(bound: dict[str, float], timings: Timings) -> None:
-    """A line per phase that was measured, and one for the sum of those that make a step in the shared layout."""
+    """Print a line per measured phase, and one for the sum of the phases that make a step in the shared layout."""
     rows = []
     step_floor = 0.0
     step_seconds = 0.0
@@ -559,7 +559,7 @@ def print_operators(title: str, seconds: float, operators: list[Operator], dtype
 
 
 def checked_run(args: Args) -> grpo.Args:
-    """The arguments of the run whose phases are timed. Ends with exit code 2 for arguments that do not fit together."""
+    """Return the arguments of the run whose phases are timed. Exits with code 2 if they do not fit together."""
     own = ("repeats", "skip_engine", "json")
     shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
     # A stop string that no request asks for: with one the engine has a tokenizer, which llm.chat needs.

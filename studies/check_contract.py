@@ -87,7 +87,7 @@ class Oracle:
         return torch.cat(parts)
 
     def advantages(self, step: int) -> dict[str, Tensor]:
-        """The advantages of all tokens, [N], and wrong ones that are known: by what they are."""
+        """Return the right advantages of all tokens, [N], under "", and known wrong ones under a description each."""
         samples, script, args = self.found.samples[step], self.subject.script, self.args
         if not hasattr(script, "group_advantages"):
             return self.whitened(step)
@@ -120,7 +120,7 @@ class Oracle:
         return found
 
     def kl_in_reward(self, step: int) -> Tensor:
-        """The coefficient times the KL of each token, [N]; 0 for the KL over the vocabulary, which is not computed."""
+        """Return the coefficient times each token's KL, [N]; 0 for the KL over the vocabulary, not computed here."""
         kind = self.args.kl_reward_estimator
         coefficient = self.args.kl_coefficients[1]
         if kind == "full" or coefficient == 0:
@@ -130,7 +130,7 @@ class Oracle:
         return coefficient * kl_reward(old, ref, every, estimator=kind)
 
     def whitened(self, step: int) -> dict[str, Tensor]:
-        """The advantages of ppo.py: those that ``gae`` returned, normalized as --adv_norm says."""
+        """Return the advantages of ppo.py, [N]: those that ``gae`` returned, with the normalization of --adv_norm."""
         calls = self.found.calls[step] if step < len(self.found.calls) else {}
         call = calls.get("gae")
         kind = getattr(self.args, "adv_norm", None)
@@ -146,7 +146,7 @@ class Oracle:
         return known
 
     def weights(self, step: int, k: int) -> Tensor:
-        """The weights of all tokens in an optimizer step, [N]."""
+        """Return the weights of all tokens in an optimizer step, [N]."""
         samples, args = self.found.samples[step], self.args
         in_loss = self.found.in_loss[step]
         learned_from = range(len(samples)) if self.found.critic[step] else in_loss
@@ -327,7 +327,7 @@ def wrong_targets(critic: Call, estimates: Call) -> str:
 
 
 def check_backward(subject: Subject, oracle: Oracle) -> list[Finding]:
-    """The gradient of the first optimizer step next to that of the sum of token_loss times weights, in float64."""
+    """Compare the first optimizer step's gradient with that of the sum of token_loss times weights, in float64."""
     update = oracle.found.updates[0][0]
     args = oracle.args
     where = subject.first_place(("main", "7"), "main", "token_loss")
@@ -370,7 +370,7 @@ def expected_gradient(
     oracle: Oracle,
     update: Update,
 ) -> dict[str, Tensor]:
-    """The gradient of the sum of token_loss times weights over the recorded tokens, by plain forward passes."""
+    """Return the gradient of the sum of token_loss times weights over the recorded tokens, by plain forward passes."""
     counted = update.tokens["weights_T"].nan_to_num() != 0
     known = {name: value[counted] for name, value in update.tokens.items() if name != "loss_T"}
     known["logprobs_T"] = known["logprobs_T"].requires_grad_()

@@ -54,7 +54,7 @@ def other_values(script: ModuleType, name: str, value: Any) -> list[Any]:
 
 
 def accepted(script: ModuleType, args: Any, name: str, value: Any) -> Any:
-    """The arguments with this value, or None where the script or its command line rejects it."""
+    """Return the arguments with this value, or None if the script or its command line rejects it."""
     kind = typing.get_type_hints(script.Args)[name]
     if typing.get_origin(kind) is Literal and value not in typing.get_args(kind):
         return None
@@ -113,7 +113,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def settings_of(args: Any) -> list[Any]:
-    """The given flags, and two settings in which others of them matter."""
+    """Return the given flags, and two other settings in which more of the flags have an effect."""
     naive = with_flags(args, kl_gradient="naive")
     constant = with_flags(args, kl_estimator="k3", loss_norm="constant")
     return [args, naive, constant]
@@ -143,7 +143,7 @@ def changes_functions(script: ModuleType, args: Any, name: str) -> bool:
 
 
 def own_flags(script: ModuleType) -> list[str]:
-    """The flags that a script adds to those of every run: the algorithm's."""
+    """Return the names of the flags that a script adds to those of every run: the algorithm's."""
     inherited = {f.name for f in dataclasses.fields(script.Args.__mro__[1])}
     return [f.name for f in dataclasses.fields(script.Args) if f.name not in inherited]
 
@@ -154,7 +154,7 @@ def check(
     recorded: dict[str, Recorded],
     lanes: int,
 ) -> list[Finding]:
-    """Findings on flags that the script has added, and on those that the unedited script has as well."""
+    """Check the flags that the script has added, and those that the unedited script has as well."""
     findings = []
     known = {f.name for f in dataclasses.fields(subject.base.Args)}
     text = Path(subject.script.__file__).read_text()
@@ -180,7 +180,7 @@ def check(
 
 
 def check_known(subject: Subject, known: list[str]) -> list[Finding]:
-    """Findings on flags of the algorithm that do something else than in the unedited script, or nothing."""
+    """Report flags of the algorithm that have no effect, or another effect than in the unedited script."""
     findings = []
     where = subject.first_place("token_loss", "importance_weights", "loss_weights", "group_advantages", "value_loss")
     pairs = list(zip(settings_of(subject.args), settings_of(subject.base_args), strict=True))
@@ -264,7 +264,7 @@ def try_flag(
     lanes: int,
     text: str,
 ) -> Finding:
-    """Runs with other values of an added flag next to the run without."""
+    """Compare runs with other values of an added flag with the run that leaves it unchanged."""
     line = line_of(subject, name, text)
     tried = []
     for plain, noise in (("rich", True), ("plain", False)):

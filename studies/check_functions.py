@@ -79,7 +79,7 @@ def compare_advantages(
     ours: Tensor,
     where: str,
 ) -> Finding:
-    """The advantages next to the unedited script's."""
+    """Compare the script's advantages with those of the unedited script."""
     kind = subject.args.advantage_normalization_type
     theirs = subject.base.group_advantages(
         rewards_PG,
@@ -105,7 +105,7 @@ def compare_advantages(
 
 
 def check_weights(subject: Subject) -> list[Finding]:
-    """loss_weights: 0 outside the loss, no dependence on order, and a sum that is the same for every batch."""
+    """Check that loss_weights are 0 outside the loss, ignore the order, and have the same sum for every batch."""
     args = subject.args
     sizes = [3, 9, 1, 5, 5, 7]
     inside = [0, 1, 3, 5]
@@ -151,7 +151,7 @@ def check_weights(subject: Subject) -> list[Finding]:
 
 
 def per_response(subject: Subject, sizes: list[int], inside: list[int]) -> tuple[Tensor, ...]:
-    """The weights of the tokens of each response."""
+    """Return the weights of the tokens of each response."""
     samples = [loss_table.response_of(size) for size in sizes]
     return subject.script.loss_weights(samples, inside, subject.args).split(sizes)
 

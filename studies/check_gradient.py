@@ -129,7 +129,7 @@ class WholeLoss:
         step: float,
         frozen: Frozen | None,
     ) -> float:
-        """The derivative along a direction, from two values of the loss."""
+        """Return the derivative along a direction, from two values of the loss."""
         values = []
         for sign in (0, 1, -1) if frozen and not frozen.kept else (1, -1):
             for weight, moved, along in zip(self.weights, self.moved, direction, strict=True):
@@ -199,7 +199,7 @@ def compare_differences(
     name: str,
     where: str,
 ) -> Finding:
-    """The finding on one setting."""
+    """Compare the gradient of one setting with finite differences."""
     draw = torch.Generator().manual_seed(2)
     size = torch.stack([g.norm() for g in gradient]).norm()
     directions = [[g / size for g in gradient]]

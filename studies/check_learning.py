@@ -30,7 +30,7 @@ def ends(found: Recorded) -> tuple[float, float]:
 
 
 def comparable(found: Recorded) -> list[dict]:
-    """The metrics that equal runs have in common."""
+    """Return the metrics that are the same in equal runs: all but time/, perf/ and engine/."""
     unequal = ("time/", "perf/", "engine/")
     return [{name: x for name, x in line.items() if not name.startswith(unequal)} for line in found.metrics]
 
@@ -42,7 +42,7 @@ def check(
     lanes: int,
     from_reward: bool,
 ) -> list[Finding]:
-    """Findings of the comparison and of the control run with random rewards. ``from_reward``: the loss uses it."""
+    """Compare both scripts' learning, and check a run with random rewards. ``from_reward``: the loss uses rewards."""
     began = time.monotonic()
     where = subject.first_place(
         "token_loss",
@@ -90,7 +90,7 @@ def describe(
     from_reward: bool,
     where: str,
 ) -> Finding:
-    """The finding on what the script learns."""
+    """Return the finding on the script's learning, next to that of the unedited script."""
     after = statistics.fmean(pair[1] for pair in gains)
     before = statistics.fmean(pair[0] for pair in gains)
     base = statistics.fmean(pair[1] for pair in base_gains)
@@ -117,7 +117,7 @@ def describe(
 
 
 def describe_control(control: list[tuple[float, float]], gains: list[tuple[float, float]]) -> list[Finding]:
-    """The finding on the control run, whose rewards are shuffled."""
+    """Return the finding on the control run, whose rewards are permuted at random."""
     if not control:
         return []
     mean, low, high = paired_comparison.gain(control)

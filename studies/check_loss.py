@@ -35,7 +35,7 @@ WHEN = {
 
 
 def named_losses(subject: Subject) -> dict[str, Loss]:
-    """The unedited script's loss, and those of studies/loss_table.py, with bounds from the script's flags."""
+    """Return the unedited script's loss, and those of studies/loss_table.py, with bounds from the script's flags."""
     args = subject.args
     low, high = getattr(args, "clip_lower", 0.2), getattr(args, "clip_higher", 0.2)
 
@@ -53,7 +53,7 @@ def named_losses(subject: Subject) -> dict[str, Loss]:
 
 
 def expected_updates(loss: Loss, world: World, policies: dict[str, Policies]) -> dict[str, loss_table.Expected]:
-    """The updates of a loss under each condition."""
+    """Return the updates of a loss under each condition."""
     return {condition: loss_table.expected(loss, world, policies[condition]) for condition in policies}
 
 
@@ -94,20 +94,20 @@ def depends_on(loss: Loss, batch: loss_table.Batch, field: str) -> bool:
 
 
 def row_text(row: Row) -> str:
-    """The numbers of a row in words."""
+    """Return the numbers of a row as text."""
     text = f"cosine {row.cosine:+.3f}, bias {row.bias:.3f}, noise {row.noise:.2f} per sample"
     return text if row.ascends == UNNAMED else f"{text}, ascends {row.ascends}"
 
 
 def beside(name: str, ours: Row, theirs: Row) -> str:
-    """Another loss in the same condition."""
+    """Describe another loss in the same condition."""
     if abs(ours.cosine - theirs.cosine) < SAME and abs(ours.bias - theirs.bias) < SAME:
         return f"{name}: equal"
     return f"{name}: cosine {theirs.cosine:+.3f}, bias {theirs.bias:.3f}"
 
 
 def check_ascent(subject: Subject) -> list[Finding]:
-    """The policy's part of the loss: under each condition, and the named loss that it is."""
+    """Check the policy's part of the loss under each condition, and name the known loss that it equals."""
     world = World(max_length=4)
     policies = {condition: policies_of(world, condition) for condition in CONDITIONS}
     loss = loss_table.loss_of(subject.script, subject.args)
@@ -173,7 +173,7 @@ def clips_wrong_side(subject: Subject) -> bool:
 
 
 def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:
-    """Inputs of the loss without which it cannot be right. ``identical``: the named loss that it equals."""
+    """Check that the gradient uses advantages and an importance ratio. ``identical``: the named loss that it equals."""
     if not depends_on(loss, batch, "advantages"):
         return [
             Finding(
@@ -211,7 +211,7 @@ def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> 
 
 
 def check_groups(subject: Subject) -> list[Finding]:
-    """One optimizer step with the script's own group_advantages and loss_weights, over all pairs of groups."""
+    """Check one optimizer step with the script's own group_advantages and loss_weights, over all pairs of groups."""
     if not hasattr(subject.script, "group_advantages"):
         return []
     findings = []
@@ -240,7 +240,7 @@ def check_groups(subject: Subject) -> list[Finding]:
 
 
 def check_kl(subject: Subject) -> list[Finding]:
-    """The KL in the loss: what each setting descends, next to the unedited script's. The script's own setting first."""
+    """Compare the objective that each KL in the loss descends with the unedited script's, the own setting first."""
     args = subject.args
     own = (kl_estimators.canonical_name(args.kl_estimator), args.kl_gradient)
     where = subject.first_place("token_loss", "clamp_straight_through")

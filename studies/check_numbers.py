@@ -70,7 +70,7 @@ def broken(
 
 
 def check_edges(subject: Subject) -> list[Finding]:
-    """The loss and its gradient for extreme tokens; what the unedited script cannot do either is no fault."""
+    """Check that loss and gradient of extreme tokens are finite wherever those of the unedited script are."""
     cases = {
         "log-probs -1e4 to 0": grid(LOGPROBS, torch.float32),
         "range of fp16, bf16": grid(FAR, torch.float32, (0.0, 1.0, -1.0)),
@@ -106,7 +106,7 @@ def check_edges(subject: Subject) -> list[Finding]:
 
 
 def check_nan(subject: Subject) -> Finding:
-    """A reward that is NaN breaks its own tokens alone."""
+    """Check that a NaN reward does not spread to the loss of other tokens."""
     values = {name: torch.linspace(-2, -1, 6) for name in FIELDS}
     values["response_T"] = torch.tensor([0, 0, 1, 1, 2, 2])
     values["advantages_T"] = torch.tensor([1.0, 1.0, torch.nan, torch.nan, -1.0, -1.0])
@@ -131,7 +131,7 @@ def check_nan(subject: Subject) -> Finding:
 
 
 def check_group_edges(subject: Subject) -> list[Finding]:
-    """group_advantages of equal and of NaN rewards."""
+    """Check group_advantages for equal and for NaN rewards."""
     if not hasattr(subject.script, "group_advantages"):
         return []
     kind, eps = subject.args.advantage_normalization_type, subject.args.advantage_eps

@@ -81,7 +81,7 @@ class Report:
                 print(f"  {'':29} {line}")
 
     def as_json(self) -> dict:
-        """The report for other programs."""
+        """Return the report for other programs, as values that JSON can hold."""
         return {
             "script": str(self.subject.script.__file__),
             "against": self.subject.base_name,

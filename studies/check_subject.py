@@ -62,11 +62,11 @@ class Subject:
         return self.base_name == "ppo.py"
 
     def with_flags(self, **changes: Any) -> Any:
-        """The script's arguments with other values of these flags, as far as the script has them."""
+        """Return the script's arguments with other values of these flags, as far as the script has them."""
         return with_flags(self.args, **changes)
 
     def place(self, function: str, phase: str = "") -> str:
-        """The first line of a function that is not the unedited script's: "mine.py:212, group_advantages: text".
+        """Return the first line of a function that differs from the unedited script: "mine.py:212, token_loss: text".
 
         ``phase``: of ``main``, a number at the start of a comment. Empty where nothing has changed.
         """
@@ -84,7 +84,7 @@ class Subject:
         return ""
 
     def first_place(self, *places: tuple[str, str] | str) -> str:
-        """The first changed line in any of these functions, or (function, phase)s of ``main``."""
+        """Return the first changed line in any of these functions, or (function, phase)s of ``main``."""
         for place in places:
             function, phase = (place, "") if isinstance(place, str) else place
             if found := self.place(function, phase):
@@ -93,13 +93,13 @@ class Subject:
 
 
 def with_flags(args: Any, **changes: Any) -> Any:
-    """Arguments with other values of these flags, as far as the script has them."""
+    """Return the arguments with other values of these flags, as far as the script has them."""
     known = {f.name for f in dataclasses.fields(args)}
     return dataclasses.replace(args, **{name: value for name, value in changes.items() if name in known})
 
 
 def source_of(module: ModuleType, function: str, phase: str) -> list[tuple[int, str]]:
-    """The lines of a function or a phase of ``main``, with their numbers, without comments and blank lines."""
+    """Return the numbered lines of a function or a phase of ``main``, without comments and blank lines."""
     if not hasattr(module, function):
         return []
     lines, first = inspect.getsourcelines(getattr(module, function))

@@ -108,7 +108,7 @@ def check(
 
 
 def compare(subject: Subject, name: str, ours: Recorded, theirs: Recorded, own_reference: bool) -> list[Finding]:
-    """The finding on a run that must have the gradient of another.
+    """Compare a run with another one that must have the same gradient.
 
     ``own_reference``: the script's reference log-probs are of its own kind, and may depend on the order of samples.
     """
@@ -126,5 +126,5 @@ def compare(subject: Subject, name: str, ours: Recorded, theirs: Recorded, own_r
 
 
 def last_line(text: str) -> str:
-    """The last line of what a run printed."""
+    """Return the last line of a run's output."""
     return text.strip().splitlines()[-1] if text.strip() else ""

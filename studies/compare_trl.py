@@ -186,7 +186,7 @@ def table_shapes(args: Args) -> list[tuple[int, int]]:
 
 
 def our_words(cell: Cell, side: str, rows: Path, folder: Path, args: Args, dtype: str) -> list[str]:
-    """The flags of grpo.py on ``side``: its defaults, and what makes the work that of the other side."""
+    """Return the flags of grpo.py on ``side``: its defaults, and those that make its work equal to TRL's."""
     words = {
         "model_name_or_path": cell.model,
         "dataset": rows,
@@ -216,7 +216,7 @@ def our_words(cell: Cell, side: str, rows: Path, folder: Path, args: Args, dtype
 
 
 def trl_options(cell: Cell, folder: Path, args: Args, machine: dict, choice: tuple[int, str] | None) -> dict[str, Any]:
-    """The options of GRPOConfig: its defaults, and what makes the work that of the other side.
+    """Return the options of GRPOConfig: its defaults, and those that make its work equal to grpo.py's.
 
     ``choice``: (tokens per micro-batch, attention) of the tuned side, which also has what a user would set for speed.
     """
@@ -290,7 +290,7 @@ def best_choice(cell: Cell, rows: Path, folder: Path, args: Args, machine: dict)
 
 
 def tuned_micro_batch(cell: Cell, budget: int) -> int:
-    """Samples per micro-batch: as many as have at most ``budget`` tokens, a divisor of the samples of a step."""
+    """Return the samples per micro-batch: the largest divisor of a step's samples with at most ``budget`` tokens."""
     samples = cell.prompts * cell.group
     fitting = [n for n in range(1, samples + 1) if samples % n == 0 and n * (cell.length + 64) <= budget]
     return max(fitting, default=1)
@@ -320,7 +320,7 @@ class Side:
         )
 
     def step(self) -> dict[str, Any]:
-        """The record of the next step, which it makes now. Raises RuntimeError if the process ends instead."""
+        """Wait for the next step and return its record. Raises RuntimeError if the process ends instead."""
         watch = threading.Timer(STEP_TIMEOUT, self.kill)
         watch.start()
         try:
@@ -333,17 +333,17 @@ class Side:
         raise RuntimeError("a process of the comparison ended:\n" + "\n".join(tail))
 
     def go(self) -> None:
-        """Let it begin its next step."""
+        """Let the process begin its next step."""
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
     def kill(self) -> None:
-        """End it and all it started."""
+        """End the process and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it, by itself where it can."""
+        """End the process: wait for 5 seconds until it ends by itself, then kill it."""
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self.process.stdin.close()
             self.process.wait(timeout=5)
@@ -387,7 +387,7 @@ def take_turns(starts: dict[str, Any], rounds: int) -> dict[str, list[dict]]:
 def measure(
     cell: Cell, rows: Path, folder: Path, args: Args, machine: dict, choice: tuple[int, str] | None
 ) -> dict[str, list[dict]]:
-    """The records of every side's steps in one shape. Raises RuntimeError where the sides did not do the same work."""
+    """Return the records of every side's steps in one shape. Raises RuntimeError if the sides did different work."""
     starts = {}
     for name in cell.sides:
         log = folder / f"{name}.log"
@@ -429,7 +429,7 @@ def mean_length(cell: Cell, steps: list[dict]) -> float:
 
 
 def write_rows(count: int, folder: Path) -> Path:
-    """A file of prompts of the quickstart's task, as chat messages; all steps of a shape use these."""
+    """Write a file of prompts of the quickstart's task, as chat messages, which all steps of a shape use."""
     path = folder / f"rows-{count}.jsonl"
     problems = list(problem_set.mixed_problems(flags.RunFlags(), truth_error).values())[:count]
     if len(problems) < count:
@@ -497,7 +497,7 @@ HEAD = "| | s per step (range) | response tokens/s | generate | log-probs | upda
 
 
 def side_rows(entry: dict, floor: dict[str, float] | None) -> list[str]:
-    """A table's row for every side of a shape; ``floor`` is None where the work differs from step to step."""
+    """Return a table's row for every side of a shape; ``floor`` is None where the work differs from step to step."""
     lines = []
     for side, steps in entry["records"].items():
         one = Summary.of(steps)
@@ -518,13 +518,13 @@ def entries_of(results: dict, part: str) -> list[tuple[str, dict]]:
 
 
 def shape_words(cell: dict) -> str:
-    """A shape in words."""
+    """Describe a shape: its prompts, responses, tokens and model."""
     length = f"at most {cell['length']}" if cell.get("ends") else cell["length"]
     return f"{cell['prompts']} prompts x {cell['group']} responses of {length} tokens, {Path(cell['model']).name}"
 
 
 def part_lines(results: dict, part: str) -> list[str]:
-    """The tables of one part, in Markdown."""
+    """Return the tables of one part, in Markdown."""
     lines = []
     for name, entry in entries_of(results, part):
         floor = results["floors"].get(name)
@@ -547,7 +547,7 @@ def part_lines(results: dict, part: str) -> list[str]:
 
 
 def table_lines(results: dict) -> list[str]:
-    """The table of lengths and groups: one row a shape, both sides next to each other."""
+    """Return the table of lengths and groups: one row per shape, both sides next to each other."""
     lines = [
         "| tokens | group | grpo.py s | TRL, tuned s | ratio (range) | generate | update | peak GiB | floor / step |",
         "|---" * 9 + "|",
@@ -572,7 +572,7 @@ def table_lines(results: dict) -> list[str]:
 
 
 def losses(results: dict) -> list[str]:
-    """A line for everything in which a side of TRL was ahead of ours."""
+    """Return a line for every shape in which a side of TRL was faster than grpo.py or used less memory."""
     lines = []
     for name, entry in results["cells"].items():
         records = entry["records"]
@@ -696,7 +696,7 @@ def check(args: Args) -> None:
 
 
 def trl_version(folder: str) -> str:
-    """The version of the TRL in ``folder``, by the name of its metadata."""
+    """Return the version of the TRL in ``folder``, by the name of its metadata."""
     found = sorted(Path(folder).glob("trl-*.dist-info"))
     return found[0].name.split("-")[1].removesuffix(".dist") if found else "of an unknown version"
 

@@ -31,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def by_text(response: str, truth: str, row: dict) -> float:
-    """A reward in [0, 1] that differs from response to response: no group is left out for having equal rewards."""
+    """Return a reward in [0, 1] that depends on the text, so that no group is left out for having equal rewards."""
     return zlib.crc32(response.encode()) / 2**32
 
 
@@ -64,7 +64,7 @@ def limit() -> str:
 
 
 def ours(words: list[str]) -> None:
-    """grpo.py with these flags; what is timed is its loop, from the draw of prompts to the record of the step."""
+    """Run grpo.py with these flags; its loop is timed, from the draw of prompts to the record of the step."""
     process.prepare_environment()
     if limit():
         import torch
@@ -94,7 +94,7 @@ def ours(words: list[str]) -> None:
 
 
 def make_trainer(model: str, rows: str, options: dict, reward, callback):
-    """A GRPOTrainer of the TRL that was put into sys.path. ``rows``: a file of prompts as chat messages, one step's."""
+    """Return a GRPOTrainer of the TRL in sys.path. ``rows``: a file of one step's prompts as chat messages."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 

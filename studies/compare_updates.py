@@ -54,7 +54,7 @@ def gradients_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def spans(found: Recorded, step: int) -> dict[tuple, slice]:
-    """The place of each response's tokens in the flat arrays of a step, by its prompt and its ids."""
+    """Return the place of each response's tokens in the flat arrays of a step, by its prompt and its ids."""
     samples = found.samples[step]
     places = {}
     for sample, (start, end) in zip(

@@ -46,7 +46,7 @@ def fail(message: str) -> NoReturn:
 
 
 def numbers(name: str, value: Any) -> list[tuple[str, np.ndarray | str]]:
-    """The tensors and arrays in a value as arrays, the rest as JSON, each with a name."""
+    """Return the tensors and arrays in a value as arrays, and the rest as JSON, each with a name."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         if value.dtype.itemsize == 2:
@@ -223,7 +223,7 @@ class Tracer:
 
 
 def load(root: Path, script: str):
-    """A training script as a module, by the code in ``root``."""
+    """Import a training script as a module, by the code in ``root``."""
     path = (root / script).resolve()
     sys.path[:0] = [str(path.parent), str(root)]
     importlib.import_module("runtime.system.process").prepare_environment()
@@ -231,7 +231,7 @@ def load(root: Path, script: str):
 
 
 def arguments(script, values: dict[str, Any]) -> Any:
-    """The ``Args`` of a script from values in JSON, which has no tuples; names that the script lacks are left out."""
+    """Return the ``Args`` of a script from JSON, which has no tuples; names that the script lacks are left out."""
     given = {}
     for field in dataclasses.fields(script.Args):
         if field.name in values:
@@ -241,7 +241,7 @@ def arguments(script, values: dict[str, Any]) -> Any:
 
 
 def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> None:
-    """In a process of its own: the run with these arguments."""
+    """Run a script with these arguments, in a process of its own."""
     os.setsid()  # so that it ends with all that it has started
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
@@ -313,12 +313,12 @@ class Side:
             fail(f"{self.folder}, run again, has failed:\n{self.place.with_suffix('.log').read_text()[-2000:]}")
 
     def value(self, place: int) -> np.ndarray | str:
-        """A number of what it told last."""
+        """Return the array or the text at a position of the event that the process sent last."""
         self.pipe.send(place)
         return self.receive()
 
     def end(self) -> None:
-        """End its process, and print which step came out otherwise than recorded, if one has."""
+        """End the process, and print the first step whose metrics differ from those recorded, if there is one."""
         if self.process.is_alive():
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
@@ -331,7 +331,7 @@ class Side:
 
 
 def changed_files(config: dict[str, Any], root: Path) -> list[str]:
-    """The files of a run's code that are not in ``root`` as the run had them."""
+    """Return the files of a run's code that are missing in ``root`` or have changed since the run."""
     found = []
     for name, known in config["code"].items():
         file = root / name
@@ -342,7 +342,7 @@ def changed_files(config: dict[str, Any], root: Path) -> list[str]:
 
 
 def again(config: dict[str, Any], place: Path, start: Path | None) -> dict[str, Any]:
-    """The arguments of a run for running again from the checkpoint ``start``, or from scratch, into ``place``."""
+    """Return a run's arguments for running again from the checkpoint ``start``, or from scratch, into ``place``."""
     return config["args"] | {
         "output_dir": str(place.parent),
         "run_name": place.name,
@@ -355,7 +355,7 @@ def again(config: dict[str, Any], place: Path, start: Path | None) -> dict[str, 
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl, where there is one."""
+    """Return the lines of metrics.jsonl, or none if there is no such file."""
     file = folder / "metrics.jsonl"
     if not file.is_file():
         return []
@@ -363,13 +363,13 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def differing(a: dict, b: dict) -> list[str]:
-    """The names that do not have the same value in both."""
+    """Return the names of the metrics whose values differ, without those that differ between equal runs."""
     names = [name for name in {**a, **b} if not name.startswith(UNEQUAL)]
     return [name for name in names if a.get(name) != b.get(name)]
 
 
 def common_start(a: Side, b: Side) -> tuple[int, Path | None, Path | None]:
-    """The last checkpoint that both have with the same state: (step, a's, b's); 0 for the start of the runs."""
+    """Return the last checkpoint with the same state in both runs: (step, a's, b's); 0 for the start of the runs."""
     ours, theirs = a.checkpoints(), b.checkpoints()
     for step in sorted(ours.keys() & theirs.keys(), reverse=True):
         if ours[step][1] == theirs[step][1]:

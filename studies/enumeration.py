@@ -85,16 +85,16 @@ class World:
         return rewards
 
     def noise(self, scale: float, rng: torch.Generator) -> Tensor:
-        """Normal numbers [rows, vocabulary]."""
+        """Draw normal numbers of standard deviation ``scale``, [rows, vocabulary]."""
         shape = (self.n_rows, VOCABULARY)
         return scale * torch.randn(shape, generator=rng, dtype=F64)
 
     def token_logprobs(self, logits: Tensor) -> Tensor:
-        """[rows, vocabulary] -> the log-probs [N] of all response tokens."""
+        """Return the log-probs [N] of all response tokens: [rows, vocabulary] -> [N]."""
         return logits.log_softmax(-1)[self.rows, self.tokens]
 
     def sum_over_response(self, values: Tensor) -> Tensor:
-        """[N, ...] -> [R, ...]"""
+        """Sum over the tokens of each response: [N, ...] -> [R, ...]."""
         shape = (len(self.responses), *values.shape[1:])
         return torch.zeros(shape, dtype=F64).index_add(0, self.owner, values)
 
@@ -117,7 +117,7 @@ class World:
         return self.rewards - self.prompt_means(sampler)[self.prompts]
 
     def scores(self, logits: Tensor) -> Tensor:
-        """The gradient of each token's log-prob, [N, rows * vocabulary]."""
+        """Return the gradient of each token's log-prob, [N, rows * vocabulary]."""
         p = logits.softmax(-1)[self.rows]
         by_row = torch.zeros(len(self.rows), self.n_rows, VOCABULARY, dtype=F64)
         n = torch.arange(len(self.rows))
@@ -130,12 +130,12 @@ class World:
         objective: Callable[[Tensor], Tensor],
         logits: Tensor,
     ) -> Tensor:
-        """The gradient [rows * vocabulary] of a number that depends on the logits."""
+        """Return the gradient [rows * vocabulary] of a number that depends on the logits."""
         leaf = logits.detach().clone().requires_grad_()
         return torch.autograd.grad(objective(leaf), leaf)[0].flatten()
 
     def reward_gradient(self, logits: Tensor) -> Tensor:
-        """grad E[R]"""
+        """Return grad E[R], [rows * vocabulary]."""
         return self.gradient(lambda x: self.probabilities(x) @ self.rewards, logits)
 
 
@@ -183,7 +183,7 @@ def trajectory(world: World, updates: int, rng: torch.Generator) -> list[Tensor]
 
 
 def policies_of(world: World, condition: str, seed: int = 1) -> Policies:
-    """The three policies of one of CONDITIONS; the same for the same world and seed."""
+    """Return the three policies of one of CONDITIONS, the same for the same world and seed."""
     rng = torch.Generator().manual_seed(seed)
     path = trajectory(world, 8, rng)
     everywhere = world.noise(0.05, rng)
@@ -223,7 +223,7 @@ class Row(NamedTuple):
 
 
 def objectives(world: World, policies: Policies) -> dict[str, Tensor]:
-    """The gradient of each named objective at pi."""
+    """Return the gradient of each named objective at pi."""
     drawn = world.probabilities(policies.sampler)
     advantages = world.advantages(policies.sampler)
     sampler = world.token_logprobs(policies.sampler)
@@ -252,7 +252,7 @@ def parallel(a: Tensor, b: Tensor) -> bool:
 
 
 def recognize(mean: Tensor, world: World, policies: Policies) -> str:
-    """The name of the objective with this gradient."""
+    """Return the name of the objective with this gradient, after "c" if it is equal up to a factor."""
     known = objectives(world, policies)
     for name, gradient in known.items():
         if (mean - gradient).norm() < 1e-6 * gradient.norm():  # grpo.py's weights are float32
@@ -275,7 +275,7 @@ def summarize(
     responses: int,
     zero: float,
 ) -> Row:
-    """The row of updates [cases, parameters] that occur with probabilities drawn [cases].
+    """Return the row of updates [cases, parameters] that occur with probabilities drawn [cases].
 
     responses: how many of them an update is computed from; noise is that of one response.
     """

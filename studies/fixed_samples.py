@@ -91,7 +91,7 @@ def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) ->
 
 
 def make_reward(sample) -> float:
-    """A reward in quarters that depends on the response alone; the same for all responses to one problem."""
+    """Return a reward in quarters that depends on the response alone; all responses to the problem EQUAL get 1."""
     value = zlib.crc32(np.asarray(sample.response_ids).tobytes()) % 4 / 4
     if sample.finish_reason == "length":
         value = 0.25
@@ -101,7 +101,7 @@ def make_reward(sample) -> float:
 
 
 def learned_reward(sample) -> float:
-    """The reward of runs that learn: the fraction of even tokens."""
+    """Return the reward of runs that learn: the fraction of even tokens."""
     return float((np.asarray(sample.response_ids) % 2 == 0).mean())
 
 

@@ -67,7 +67,7 @@ def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
 
 
 def carry_out(part: Part, out: Path, left: float) -> tuple[str, float]:
-    """(what became of a part in at most ``left`` seconds, the seconds it took). Its output is in NAME.log."""
+    """Run a part for at most ``left`` seconds and return (result, seconds it took). Its output is in NAME.log."""
     reason = next(filter(None, (need() for need in part.needs)), "")
     if not reason and left < 15:
         reason = "no time is left: --minutes"

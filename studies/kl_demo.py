@@ -87,7 +87,7 @@ def group_advantages(tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mini_batch_rows(epochs: int, mini_batches: int, rng: torch.Generator) -> list[Tensor]:
-    """The responses of each optimizer step: whole groups, in a new order each epoch."""
+    """Return the responses of each optimizer step: whole groups, in a new order each epoch."""
     first_of_group = torch.arange(GROUPS)[:, None] * GROUP_SIZE
     responses = first_of_group + torch.arange(GROUP_SIZE)  # [groups, group size]
     parts = []
@@ -99,7 +99,7 @@ def mini_batch_rows(epochs: int, mini_batches: int, rng: torch.Generator) -> lis
 
 
 def sequence_kl(logp: Tensor, ref: Tensor) -> Tensor:
-    """The exact KL of a sequence in nats, mean over prompts: tables [runs, prompts, place, before, token] -> [runs]."""
+    """Return the exact KL of a sequence in nats, mean over prompts: [runs, prompts, place, before, token] -> [runs]."""
     runs = len(logp)
     kl = torch.zeros(runs, PROMPTS)
     start = torch.eye(VOCABULARY)[0]

@@ -82,7 +82,7 @@ SAME = ("k1, unbiased", "k2, unbiased", "k4, unbiased")  # as k3, unbiased: one 
 
 
 def row(folder: Path) -> dict[str, object] | None:
-    """The row of a run; None for one that is not finished or not measured."""
+    """Return the row of a run, or None for a run that is not finished or not measured."""
     if not (folder / measure_kl.RESULT).is_file():
         return None
     run = plot.load_run(folder)
@@ -106,7 +106,7 @@ def row(folder: Path) -> dict[str, object] | None:
 
 
 def add(table: pd.DataFrame, folders: list[Path]) -> pd.DataFrame:
-    """The table with the runs in these folders of runs; a run that it has already is replaced."""
+    """Return the table with the runs in these folders of runs; a run that it has already is replaced."""
     rows = []
     for folder in folders:
         for config in sorted(folder.glob("*/config.json")):
@@ -133,12 +133,12 @@ def unlike(table: pd.DataFrame) -> list[str]:
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The table in a file; an empty one where there is none yet."""
+    """Read the table in a file, or return an empty one if there is no file yet."""
     return pd.read_csv(path, dtype={"commit": str}) if path.is_file() else pd.DataFrame({"run": []})
 
 
 def names(table: pd.DataFrame) -> list[str]:
-    """The names of its runs, as the flags of today make them; the run without a KL term only measures it."""
+    """Return the names that the table's runs have with today's flags; the run without a KL term only measures it."""
     found = []
     for run in table.to_dict("records"):
         given = {"exp_name": run["run"].partition("__")[0]}
@@ -170,7 +170,7 @@ def write(table: pd.DataFrame, path: Path) -> None:
 
 
 def setting(run: pd.Series) -> str:
-    """The estimator of a run and, where it matters, its gradient; "" for a run without a KL term."""
+    """Return the estimator of a run and, where it matters, its gradient; "" for a run without a KL term."""
     if run["beta"] == 0:
         return ""
     if run["kl_placement"] == "reward" or run["kl_estimator"] == "full":
@@ -179,7 +179,7 @@ def setting(run: pd.Series) -> str:
 
 
 def parts(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """The runs of each model and number of optimizer steps per batch, with a column ``setting``."""
+    """Split the runs by model and number of optimizer steps per batch, and add a column ``setting``."""
     table = table.assign(setting=table.apply(setting, axis=1))
     found = {}
     groups = dict(list(table.groupby(["model", "num_mini_batches"])))
@@ -209,7 +209,7 @@ def summary(members: pd.DataFrame) -> dict[str, float]:
 
 
 def cells(runs: pd.DataFrame, placement: str) -> dict[str, pd.DataFrame]:
-    """setting -> a row per beta: the ``summary`` of its runs."""
+    """Return setting -> a row per beta: the ``summary`` of its runs."""
     found = {}
     with_kl = runs[(runs["setting"] != "") & (runs["kl_placement"] == placement)]
     for name in [name for name in STYLES if name in set(with_kl["setting"])]:
@@ -224,7 +224,7 @@ def cells(runs: pd.DataFrame, placement: str) -> dict[str, pd.DataFrame]:
 
 
 def panels(table: pd.DataFrame, title: str) -> tuple[plt.Figure, list[tuple[pd.DataFrame, str, plt.Axes]]]:
-    """A figure with a row per part and a column per placement, and (runs, placement, axis) of each panel.
+    """Return a figure with a row per part and a column per placement, and (runs, placement, axis) of each panel.
 
     ``title``: the message of the figure.
     """
@@ -281,7 +281,7 @@ def label_ends(axis: plt.Axes, lines: dict[str, tuple[float, float, str]], at: f
 
 
 def draw_kl(table: pd.DataFrame, output: Path) -> None:
-    """Final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
+    """Draw the final exact KL over beta, a small dot per run; the band is the interval without a KL term."""
     figure, places = panels(
         table, "In the loss naive k1 ends farthest from the reference; in the reward k1 holds the policy, k3 does not"
     )
@@ -365,26 +365,26 @@ def draw_frontier(table: pd.DataFrame, output: Path) -> None:
 
 
 def kl_cell(found: dict[str, float] | pd.Series) -> str:
-    """The KL of a cell with its interval, and the number of seeds."""
+    """Return the KL of a cell with its interval, and the number of seeds, as text."""
     spread = "" if np.isnan(found["low"]) else f" [{found['low']:.3g}, {found['high']:.3g}]"
     return f"{found['kl']:.3g}{spread} ({found['n']:.0f})"
 
 
 def pass_cell(found: dict[str, float] | pd.Series) -> str:
-    """pass@1 of a cell with half its interval, and the number of seeds."""
+    """Return pass@1 of a cell with half its interval, and the number of seeds, as text."""
     spread = "" if np.isnan(found["half"]) else f" ± {found['half']:.2f}"
     return f"{found['pass']:.2f}{spread} ({found['n']:.0f})"
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """A table in Markdown; the first row is its header."""
+    """Return a table in Markdown; the first row is its header."""
     lines = [f"| {' | '.join(found)} |" for found in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join(lines)
 
 
 def result_table(runs: pd.DataFrame, show: Callable) -> str:
-    """A row per setting and a column per beta, as ``show`` writes a cell; without a KL term there is one row."""
+    """Return a row per setting and a column per beta, with cells by ``show``; without a KL term there is one row."""
     betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
     rows = [["", *[f"beta {beta:g}" for beta in betas]]]
     without = summary(runs[runs["setting"] == ""])
@@ -404,7 +404,7 @@ def ratios(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.Series:
 
 
 def slopes(chosen: pd.DataFrame) -> pd.Series:
-    """The slope of ln KL over ln beta for each seed that has at least two betas."""
+    """Return the slope of ln KL over ln beta for each seed that has at least two betas."""
     found = {}
     for seed, members in chosen.groupby("seed"):
         if len(members) > 1:
@@ -469,7 +469,7 @@ PAIRS = (
 
 
 def pair_table(runs: pd.DataFrame) -> str:
-    """Settings against each other at the same seed and beta: ratio of the exact KL, difference in pass@1."""
+    """Compare settings at the same seed and beta: ratio of the exact KL, difference in pass@1."""
     betas = sorted(runs[runs["setting"] != ""]["beta"].unique())
     header = [""]
     for beta in betas:

@@ -66,17 +66,17 @@ class Batch(NamedTuple):
     baselines: Tensor  # optimal_baselines minus the mean reward, which the advantages have already
 
     def response_sum(self, values: Tensor) -> Tensor:
-        """The sum over its response, at every token: [N] -> [N]."""
+        """Return the sum over the token's response, at every token: [N] -> [N]."""
         sums = torch.zeros(len(self.lengths), dtype=F64).index_add(0, self.owner, values)
         return sums[self.owner]
 
     def response_mean(self, values: Tensor) -> Tensor:
-        """The mean over its response, at every token: [N] -> [N]."""
+        """Return the mean over the token's response, at every token: [N] -> [N]."""
         return self.response_sum(values) / self.lengths[self.owner]
 
 
 def loss_of(script: ModuleType, args: grpo.Args) -> Callable[[Batch], Tensor]:
-    """A script's own loss of each token, without KL and entropy; all have equal weight."""
+    """Return a script's own loss of each token, without KL and entropy; all tokens have equal weight."""
 
     def loss(b: Batch) -> Tensor:
         known = {"old_T": b.old, "sampler_T": b.sampler, "advantages_T": b.advantages, "response_T": b.owner}
@@ -87,93 +87,93 @@ def loss_of(script: ModuleType, args: grpo.Args) -> Callable[[Batch], Tensor]:
 
 
 def from_grpo(b: Batch, **settings) -> Tensor:
-    """The loss of grpo.py with these arguments."""
+    """Return the loss of grpo.py with these arguments."""
     return loss_of(grpo, grpo.Args(**settings))(b)
 
 
 def sequence_mismatch(b: Batch) -> Tensor:
-    """old / sampler of the whole response, at every token."""
+    """Return the ratio old / sampler of the whole response, at every token."""
     return b.response_sum(b.old - b.sampler).exp()
 
 
 def policy_gradient(b: Batch) -> Tensor:
-    """REINFORCE: no ratio at all."""
+    """Return the loss of REINFORCE, without a ratio."""
     return -b.advantages * b.logprobs
 
 
 def sequence_ratio(b: Batch) -> Tensor:
-    """REINFORCE with the importance ratio pi / sampler of the whole response."""
+    """Return the loss of REINFORCE with the importance ratio pi / sampler of the whole response."""
     ratio = b.response_sum(b.logprobs - b.sampler).exp().detach()
     return -ratio * b.advantages * b.logprobs
 
 
 def token_ratio(b: Batch) -> Tensor:
-    """pi / old per token and no clip: the surrogate that PPO bounds (Kakade & Langford 2002; TRPO, 1502.05477)."""
+    """Return the surrogate that PPO bounds: pi / old per token, no clip (Kakade & Langford 2002; TRPO, 1502.05477)."""
     return from_grpo(b, clip_lower=1.0, clip_higher=math.inf)
 
 
 def ppo_clip(b: Batch) -> Tensor:
-    """PPO, arXiv 1707.06347."""
+    """Return the loss of PPO, arXiv 1707.06347."""
     return from_grpo(b, clip_lower=0.2, clip_higher=0.2)
 
 
 def clip_higher(b: Batch) -> Tensor:
-    """DAPO, arXiv 2503.14476."""
+    """Return the loss of DAPO, arXiv 2503.14476."""
     return from_grpo(b, clip_lower=0.2, clip_higher=0.28)
 
 
 def dual_clip(b: Batch) -> Tensor:
-    """arXiv 1912.09729."""
+    """Return the loss of PPO with a dual clip, arXiv 1912.09729."""
     return from_grpo(b, clip_ratio_c=3.0)
 
 
 def tis_token(b: Batch) -> Tensor:
-    """Truncated importance sampling against the sampler, per token, around PPO clip."""
+    """Return the loss of PPO clip with truncated importance sampling against the sampler, per token."""
     return from_grpo(b, truncated_importance_sampling_ratio_cap=2.0)
 
 
 def tis_sequence(b: Batch) -> Tensor:
-    """The same with the ratio of the whole response."""
+    """Return the loss of PPO clip with truncated importance sampling of whole responses."""
     return from_grpo(b) * sequence_mismatch(b).clamp(max=2.0)
 
 
 def decoupled_ppo(b: Batch) -> Tensor:
-    """arXiv 2110.00641: old is a proximal policy, and old / sampler corrects for who drew the samples."""
+    """Return decoupled PPO's loss: old is a proximal policy, old / sampler corrects the sampling (arXiv 2110.00641)."""
     return from_grpo(b, truncated_importance_sampling_ratio_cap=math.inf)
 
 
 def icepop(b: Batch) -> Tensor:
-    """Ant Group 2025: the token ratio old / sampler as a weight, and no gradient where it is outside [0.5, 5]."""
+    """Weight PPO clip by old / sampler per token, without gradient where it is outside [0.5, 5] (Ant Group 2025)."""
     return from_grpo(b, importance_sampling_mask=(0.5, 5.0))
 
 
 def mis_token(b: Batch) -> Tensor:
-    """Masked importance sampling: like TIS, but what is above the cap is dropped instead of truncated."""
+    """Return the loss of PPO clip with masked importance sampling: like TIS, but tokens above the cap are dropped."""
     return from_grpo(b, importance_sampling_mask=(0.0, 2.0))
 
 
 def mis_sequence(b: Batch) -> Tensor:
-    """Masked importance sampling of whole responses."""
+    """Return the loss of PPO clip with masked importance sampling of whole responses."""
     weight = sequence_mismatch(b)
     return from_grpo(b) * weight * (weight <= 2.0)
 
 
 def sequence_rejection(b: Batch) -> Tensor:
-    """Responses whose geometric mean of old / sampler is outside [0.9, 1.1] are dropped; no weight."""
+    """Drop responses whose geometric mean of old / sampler is outside [0.9, 1.1]; no weight."""
     mean = b.response_mean(b.old - b.sampler).exp()
     kept = (mean >= 0.9) & (mean <= 1.1)
     return from_grpo(b) * kept
 
 
 def off_policy_mask(b: Batch) -> Tensor:
-    """DeepSeek-V3.2, arXiv 2512.02556: drops responses with A < 0 whose mean log(sampler / pi) is above 0.1."""
+    """Drop responses with A < 0 and a mean log(sampler / pi) above 0.1 (DeepSeek-V3.2, arXiv 2512.02556)."""
     distance = b.response_mean(b.sampler - b.logprobs.detach())
     dropped = (b.advantages < 0) & (distance > 0.1)
     return from_grpo(b) * ~dropped
 
 
 def trust_region_masking(b: Batch) -> Tensor:
-    """TRM, arXiv 2512.23075: drops a response if KL(sampler||pi) of any of its tokens is above 0.05; pi / sampler."""
+    """Drop a response if any token's KL(sampler||pi) is above 0.05; ratio pi / sampler (TRM, arXiv 2512.23075)."""
     ratio = (b.logprobs - b.sampler).exp()
     largest = torch.zeros(len(b.lengths), dtype=F64)
     largest = largest.scatter_reduce(0, b.owner, b.drift, "amax")
@@ -182,7 +182,7 @@ def trust_region_masking(b: Batch) -> Tensor:
 
 
 def dppo(b: Batch, change: float = 0.1) -> Tensor:
-    """arXiv 2602.04879 with the binary TV: no gradient further away from the sampler once |pi - sampler| > change."""
+    """Drop the gradient away from the sampler once |pi - sampler| > change (DPPO with binary TV, arXiv 2602.04879)."""
     ratio = (b.logprobs - b.sampler).exp()
     moved = (b.logprobs.exp() - b.sampler.exp()).detach()
     away = moved * b.advantages.sign()
@@ -190,13 +190,13 @@ def dppo(b: Batch, change: float = 0.1) -> Tensor:
 
 
 def cispo(b: Batch, high: float = 0.28) -> Tensor:
-    """MiniMax-M1, arXiv 2506.13585: REINFORCE weighted by the truncated, detached ratio, so no token is dropped."""
+    """Weight REINFORCE by the truncated, detached ratio, dropping no token (CISPO of MiniMax-M1, arXiv 2506.13585)."""
     ratio = (b.logprobs - b.old).exp().detach()
     return -ratio.clamp(max=1 + high) * b.advantages * b.logprobs
 
 
 def gspo(b: Batch) -> Tensor:
-    """arXiv 2507.18071: one ratio per response, the geometric mean of its tokens'. Clip 0.2 (the paper's: 3e-4)."""
+    """Clip the geometric mean of a response's token ratios (GSPO, arXiv 2507.18071). Clip 0.2 (the paper's: 3e-4)."""
     ratio = b.response_mean(b.logprobs - b.old).exp()
     clipped = ratio.clamp(0.8, 1.2)
     loss = torch.maximum(-b.advantages * ratio, -b.advantages * clipped)
@@ -204,7 +204,7 @@ def gspo(b: Batch) -> Tensor:
 
 
 def gmpo(b: Batch) -> Tensor:
-    """arXiv 2507.20673: GSPO's ratio, but each token stops counting once it has moved e^0.4 the way A points."""
+    """Return GSPO's loss with each token's ratio bounded at e^0.4 the way A points (GMPO, arXiv 2507.20673)."""
     sign = b.advantages.sign()
     log_ratio = sign * (b.logprobs - b.old)
     bounded = torch.minimum(log_ratio, log_ratio.clamp(-0.4, 0.4))
@@ -213,12 +213,12 @@ def gmpo(b: Batch) -> Tensor:
 
 
 def return_to_go(b: Batch) -> Tensor:
-    """variants/turn_rewards.patch: a turn is credited with what it and those after it bring, and not with the past."""
+    """Credit a turn with its own and later rewards, not with past ones (variants/turn_rewards.patch)."""
     return from_grpo(b._replace(advantages=b.advantages - b.past))
 
 
 def sapo(b: Batch) -> Tensor:
-    """Qwen, arXiv 2511.20347: instead of a clip a sigmoid of the ratio, steeper where the advantage is negative."""
+    """Replace the clip by a sigmoid of the ratio, steeper for negative advantages (SAPO of Qwen, arXiv 2511.20347)."""
     ratio = (b.logprobs - b.old).exp()
     temperature = torch.where(b.advantages > 0, torch.ones_like(ratio), 1.05)
     gate = torch.sigmoid(temperature * (ratio - 1))
@@ -227,14 +227,14 @@ def sapo(b: Batch) -> Tensor:
 
 
 def dro(b: Batch) -> Tensor:
-    """arXiv 2405.19107, of each token: no ratio, and a quadratic penalty on the log-ratio to the sampler."""
+    """Return the loss of DRO per token: no ratio, and a quadratic penalty on log(pi / sampler) (arXiv 2405.19107)."""
     moved = b.logprobs - b.sampler
     penalty = 0.05 / 2 * moved.square()
     return penalty - b.advantages * b.logprobs
 
 
 def optimal_token_baseline(b: Batch) -> Tensor:
-    """OTB, arXiv 2602.07078, around PPO clip: a baseline of its own for every place in a response."""
+    """Return the loss of PPO clip with a baseline for every place in a response (OTB, arXiv 2602.07078)."""
     advantages = b.advantages - b.baselines
     return from_grpo(b._replace(advantages=advantages))
 
@@ -331,7 +331,7 @@ def expected(loss: Callable[[Batch], Tensor], world: World, policies: Policies) 
 
 
 def loss_row(name: str, world: World, policies: Policies) -> Row:
-    """The row of a policy loss."""
+    """Return the row of a policy loss."""
     found = expected(LOSSES[name], world, policies)
     return summarize(found.updates, found.drawn, world, policies, responses=1, zero=found.zero)
 
@@ -365,11 +365,11 @@ class Hinted(NamedTuple):
         return self.world.token_logprobs(self.policies.sampler)
 
     def taught(self) -> Tensor:
-        """The teacher's log-probs of the tokens, [N]."""
+        """Return the teacher's log-probs of the tokens, [N]."""
         return self.world.token_logprobs(self.teacher)
 
     def next_token(self, values: Tensor) -> Tensor:
-        """The sum over the vocabulary after each token's prefix: [rows, vocabulary] -> [N]."""
+        """Return the sum over the vocabulary after each token's prefix: [rows, vocabulary] -> [N]."""
         return values.sum(-1)[self.world.rows]
 
 
@@ -392,7 +392,7 @@ def hints_of(world: World, policies: Policies) -> list[Hinted]:
 
 
 def sampled_token(pi: Tensor, h: Hinted) -> Tensor:
-    """SDPO, arXiv 2601.20802, as variants/sdpo.patch: grpo.py's unbiased k1 with the teacher as the reference."""
+    """Return grpo.py's unbiased k1 with the teacher as reference (SDPO, arXiv 2601.20802; variants/sdpo.patch)."""
     logprobs = h.world.token_logprobs(pi)
     tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), ref_T=h.taught())
     args = grpo.Args(kl_estimator="k1", kl_gradient="unbiased")
@@ -400,26 +400,26 @@ def sampled_token(pi: Tensor, h: Hinted) -> Tensor:
 
 
 def naive_k1(pi: Tensor, h: Hinted) -> Tensor:
-    """The same formula, differentiated as it stands."""
+    """Return k1 of pi and the teacher at the sampled tokens, to be differentiated as it stands."""
     return h.world.token_logprobs(pi) - h.taught()
 
 
 def reverse_kl(pi: Tensor, h: Hinted) -> Tensor:
-    """SDFT, arXiv 2601.19897: KL(pi || teacher) of the next token, over the vocabulary."""
+    """Return KL(pi || teacher) of the next token, over the vocabulary (SDFT, arXiv 2601.19897)."""
     logp = pi.log_softmax(-1)
     logq = h.teacher.log_softmax(-1)
     return h.next_token(logp.exp() * (logp - logq))
 
 
 def forward_kl(pi: Tensor, h: Hinted) -> Tensor:
-    """OPSD, arXiv 2601.18734, with KL(teacher || pi)."""
+    """Return KL(teacher || pi) of the next token, over the vocabulary (OPSD, arXiv 2601.18734)."""
     logp = pi.log_softmax(-1)
     logq = h.teacher.log_softmax(-1)
     return h.next_token(logq.exp() * (logq - logp))
 
 
 def jensen_shannon(pi: Tensor, h: Hinted) -> Tensor:
-    """OPSD with half of the KL of each to the mean of both."""
+    """Return half of the KL of pi and of the teacher, each to the mean of both (OPSD)."""
     logp = pi.log_softmax(-1)
     logq = h.teacher.log_softmax(-1)
     logm = torch.logaddexp(logp, logq) - math.log(2)
@@ -428,7 +428,7 @@ def jensen_shannon(pi: Tensor, h: Hinted) -> Tensor:
 
 
 def kl_in_reward(pi: Tensor, h: Hinted) -> Tensor:
-    """--kl_placement reward: each token is charged with the k1 of all tokens from it on."""
+    """Charge each token with the k1 of all tokens from it on (--kl_placement reward)."""
     charges = h.old() - h.taught()
     before = charges.cumsum(0) - charges
     ends = h.world.lengths.cumsum(0)[h.world.owner]
@@ -438,7 +438,7 @@ def kl_in_reward(pi: Tensor, h: Hinted) -> Tensor:
 
 
 def entropy_bonus(pi: Tensor, h: Hinted) -> Tensor:
-    """--entropy_coef 1, whoever the teacher is; a target for the entropy moves the coefficient (arXiv 2505.22312)."""
+    """Return the loss of --entropy_coef 1 for any teacher; an entropy target moves the value 1 (arXiv 2505.22312)."""
     logp = pi.log_softmax(-1)
     logprobs = h.world.token_logprobs(pi)
     entropy = -h.next_token(logp.exp() * logp)
@@ -458,27 +458,27 @@ DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {
 
 
 def whole_kl(pi: Tensor, h: Hinted) -> Tensor:
-    """KL(pi || teacher) of whole responses, once averaged over the sampler's."""
+    """Return terms whose mean over the sampler's responses is KL(pi || teacher) of whole responses."""
     moved = h.world.token_logprobs(pi) - h.sampler()
     ratio = h.world.sum_over_response(moved).exp()
     return ratio[h.world.owner] * naive_k1(pi, h)
 
 
 def whole_entropy(pi: Tensor, h: Hinted) -> Tensor:
-    """Minus the entropy of whole responses, once averaged over the sampler's."""
+    """Return terms whose mean over the sampler's responses is minus the entropy of whole responses."""
     moved = h.world.token_logprobs(pi) - h.sampler()
     ratio = h.world.sum_over_response(moved).exp()
     return ratio[h.world.owner] * own_likelihood(pi, h)
 
 
 def negative_entropy(pi: Tensor, h: Hinted) -> Tensor:
-    """Minus the entropy of the next token."""
+    """Return minus the entropy of the next token."""
     logp = pi.log_softmax(-1)
     return h.next_token(logp.exp() * logp)
 
 
 def own_likelihood(pi: Tensor, h: Hinted) -> Tensor:
-    """log pi of what was sampled, whatever the teacher says."""
+    """Return log pi of the sampled tokens, for any teacher."""
     return h.world.token_logprobs(pi)
 
 
@@ -494,7 +494,7 @@ DESCENDED = {
 
 
 def hinted_gradient(loss: Callable[[Tensor, Hinted], Tensor], world: World, policies: Policies) -> Tensor:
-    """The expected gradient at pi of a loss of each token, over prompts, hints and the sampler's responses."""
+    """Return the expected gradient at pi of a loss of each token, over prompts, hints and the sampler's responses."""
     hints = hints_of(world, policies)
 
     def expected(pi: Tensor) -> Tensor:
@@ -504,7 +504,7 @@ def hinted_gradient(loss: Callable[[Tensor, Hinted], Tensor], world: World, poli
 
 
 def distillation_row(name: str, world: World, policies: Policies) -> Distillation:
-    """The row of a self-distillation loss."""
+    """Return the row of a self-distillation loss."""
     mean = hinted_gradient(DISTILLATIONS[name], world, policies)
     of_responses = whole_entropy if name == "entropy bonus" else whole_kl
     whole = hinted_gradient(of_responses, world, policies)
@@ -638,7 +638,7 @@ def groups_of(
 
 
 def response_of(size: int) -> grpo.Sample:
-    """A response of this many tokens, for functions that look at nothing else."""
+    """Return a response of this many tokens, for functions that use nothing else of it."""
     return grpo.Sample(
         prompt_id=0,
         sample_id=0,
@@ -651,7 +651,7 @@ def response_of(size: int) -> grpo.Sample:
 
 
 def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args, script: ModuleType = grpo) -> Tensor:
-    """A script's loss_weights of one step on these groups, one weight per response.
+    """Return a script's loss_weights of one step on these groups, one weight per response.
 
     As in grpo.py, the zero-variance filter takes the responses of groups of equal reward out of the counts.
     """
@@ -669,12 +669,12 @@ def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Arg
 
 
 def recipe_row(name: str, world: World, policies: Policies) -> Row:
-    """The row of a recipe of grpo.py."""
+    """Return the row of a recipe of grpo.py."""
     return step_row(grpo, grpo.Args(**RECIPES[name]), world, policies)
 
 
 def step_row(script: ModuleType, args: grpo.Args, world: World, policies: Policies) -> Row:
-    """The row of one optimizer step of a script on a group of each prompt, over all pairs of groups.
+    """Return the row of one optimizer step of a script on a group of each prompt, over all pairs of groups.
 
     Updates are multiplied by the maximum length, by which loss_norm constant divides.
     """
@@ -705,7 +705,7 @@ TWO_REWARDS = ("sum, then std", "std, then sum", "GDPO")
 
 
 def two_rewards() -> World:
-    """A world whose reward is 1 for a right response, and 1 more for one that begins with a certain token: its form."""
+    """Return a world whose reward is 1 for a right response, and 1 more for a certain first token: its form."""
     world = World(max_length=2)
     first = [tokens[0] for _, tokens in world.responses]
     well_formed = torch.tensor(first) == 1
@@ -715,7 +715,7 @@ def two_rewards() -> World:
 
 
 def two_rewards_row(name: str, world: World, policies: Policies) -> Row:
-    """The row of an advantage of two rewards, r_k, in one step on a group of each prompt (GDPO: arXiv 2601.05242)."""
+    """Return the row of an advantage of two rewards, r_k, in a step on a group per prompt (GDPO: arXiv 2601.05242)."""
     args = grpo.Args()
     decoupled = name != "sum, then std"
     batch = PROMPTS * GROUP

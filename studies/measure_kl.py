@@ -42,7 +42,7 @@ def check_engine(folder: Path, config: dict) -> None:
 
 
 def engine_of(script: Path) -> str:
-    """The code of a script's vllm_thread, without comments; "" for a script that has none."""
+    """Return the code of a script's vllm_thread, without comments; "" for a script that has none."""
     for node in ast.parse(script.read_text()).body:
         if getattr(node, "name", "") == "vllm_thread":
             return ast.dump(node)
@@ -50,7 +50,7 @@ def engine_of(script: Path) -> str:
 
 
 def run_args(folder: Path) -> grpo.Args:
-    """The arguments of a finished run. Ends with exit code 2 where there is none."""
+    """Return the arguments of a finished run. Exits with code 2 if the folder has none."""
     for name in ("config.json", "model/config.json"):
         if not (folder / name).is_file():
             process.refuse(f"{folder}: no {name} there; give the folders of finished runs")
@@ -97,7 +97,7 @@ def sample_sequences(model, tokenizer, args: grpo.Args, problems: list[Problem],
 
 
 def sequence_kls(policy, start, samples: list[Sample]):
-    """The sum over each sample's tokens of KL(policy || start) over the vocabulary: [samples], in nats."""
+    """Sum KL(policy || start) over the vocabulary, over each sample's tokens: [samples], in nats."""
     import torch
 
     offsets = batching.token_offsets(samples)
@@ -117,7 +117,7 @@ def sequence_kls(policy, start, samples: list[Sample]):
 
 
 def measure(folder: Path, count: int) -> dict[str, float]:
-    """The KL of a run's final policy, with its standard error."""
+    """Measure the KL of a run's final policy to its start, with its standard error."""
     import torch
     from transformers import AutoTokenizer
 

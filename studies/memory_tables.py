@@ -74,7 +74,7 @@ def coin(response, truth, row):
 
 
 def allocation_peaks(profiler, phases: list[tuple[str, int, int]]) -> dict[str, int]:
-    """The most bytes that were allocated at a time in each phase (name, start, end in ns), from memory events."""
+    """Return the most bytes allocated at a time in each phase (name, start, end in ns), from memory events."""
     changes = []
     for event in profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -91,7 +91,7 @@ def allocation_peaks(profiler, phases: list[tuple[str, int, int]]) -> dict[str, 
 
 
 def run_measured(kind: str, script: str, words: list[str]) -> None:
-    """One rank of a run of ``script`` with the flags ``words``. Writes measured-RANK.json to the folder of the run.
+    """Run one rank of ``script`` with the flags ``words``. Writes measured-RANK.json to the folder of the run.
 
     ``kind``: allocated, what tensors hold by the profiler; or resident. The profiler sees the main thread alone, so
     that thread does what others do in a run: it loads a reference's weights, and frees what ZeRO 3 has gathered before
@@ -220,7 +220,7 @@ class HeapWatch:
 
 
 def run_quickstart(words: list[str]) -> None:
-    """The start and two steps of grpo.py. Writes parts.json to the folder of the run: {part: bytes}, in order."""
+    """Run the start and two steps of grpo.py. Writes parts.json to the folder of the run: {part: bytes}, in order."""
     from runtime.run import logger
     from runtime.system import process
 
@@ -268,7 +268,7 @@ def run_quickstart(words: list[str]) -> None:
 
 
 def quickstart(dtype: str, folder: Path) -> dict[str, float]:
-    """The parts of a run in GiB, by name, and the bound of all of it. Raises RuntimeError where the run fails."""
+    """Return the GiB of each part of a run, by name, and of the bound. Raises RuntimeError if the run fails."""
     import grpo
 
     (folder / "coin.py").write_text(COIN)
@@ -285,7 +285,7 @@ def quickstart(dtype: str, folder: Path) -> dict[str, float]:
 
 
 def quickstart_table(folder: Path) -> str:
-    """The parts in both data types, as Markdown."""
+    """Return the memory of the quickstart's parts in both data types, as Markdown."""
     bf16 = quickstart("bfloat16", folder)
     fp32 = quickstart("float32", folder)
     lines = ["| GiB | bf16 | fp32 |", "|---|---|---|"]
@@ -347,7 +347,7 @@ def compare(configuration: tuple, model: Path, folder: Path, runs: int = 3) -> l
 
 
 def comparison(rows: list[Row]) -> str:
-    """The rows as Markdown, in GB = 10^9 bytes."""
+    """Return the rows as Markdown, in GB = 10^9 bytes."""
     lines = ["| configuration | rank | tensors: predicted | allocated | resident: predicted | measured |"]
     lines.append("|---|---|---|---|---|---|")
     for row in rows:
@@ -372,18 +372,18 @@ SIZES = {"num_unique_prompts_rollout": 64, "max_prompt_length": 256, "max_respon
 
 
 def qwen(name: str) -> memory.Model:
-    """The model of a name in MODELS."""
+    """Return the model of a name in MODELS."""
     return model_of(MODELS[name])
 
 
 def model_of(sizes: tuple) -> memory.Model:
-    """A model by its numbers, as in MODELS."""
+    """Return a model by its numbers, as in MODELS."""
     *numbers, vocabulary, tied = sizes
     return memory.model_of(dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}, tied=tied)
 
 
 def first_that_fits(model: memory.Model, card: int, ranks: int, ways: Sequence[dict]) -> tuple | None:
-    """(the first of ``ways`` by which a run fits, its sizes, the predicted peak in 10^9 bytes); None if none does."""
+    """Return the first of ``ways`` by which a run fits, its sizes and the predicted peak in 10^9 bytes, or None."""
     import grpo
 
     setting = memory.Setting(ranks, True, card * 1e9)
@@ -406,7 +406,7 @@ def cell(model: memory.Model, card: int, ranks: int) -> str:
 
 
 def first_runs() -> str:
-    """The commands of a first GPU run: GPUs, flags to add, predicted memory and minutes, as Markdown."""
+    """Return the commands of a first GPU run: GPUs, flags to add, predicted memory and minutes, as Markdown."""
     import grpo
 
     head = (
@@ -453,7 +453,7 @@ LAPTOP = 14e9
 
 
 def on_a_laptop(script: str, model: memory.Model, bf16: bool, length: int) -> str:
-    """The bound in 10^9 bytes of the quickstart with responses of ``length`` tokens; "C" with checkpointing."""
+    """Return the bound in 10^9 bytes of the quickstart with ``length`` tokens a response; "C" with checkpointing."""
     setting = memory.Setting(1, bf16, critic=script == "ppo")
     for ways in ({}, {"gradient_checkpointing": True}):
         args = importlib.import_module(script).Args(max_response_length=length, max_prompt_length=256, **ways)

@@ -260,7 +260,7 @@ def serve_alone(folder: Path, name: str) -> dict:
 
 
 def served_model(llm):
-    """The module of an engine in this process."""
+    """Return the module of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
 
 
@@ -323,12 +323,12 @@ def in_fork(work: Callable[..., dict], *arguments, log: Path, limit: float) -> d
 
 
 def one_line(text: str) -> str:
-    """The beginning of a message, without line breaks."""
+    """Return the first 400 characters of a message, without line breaks."""
     return re.sub(r"\s+", " ", text).strip()[:400]
 
 
 def outcome(folder: Path, name: str, answer: dict) -> str:
-    """ "ok", "rejected: ..." for exit code 2 with one line, or "failed: ...", of a run."""
+    """Return "ok", "rejected: ..." for exit code 2 with one line, or "failed: ...", of a run."""
     log = folder / f"{name}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     errors = re.findall(r"^error: (.*)$", text, re.MULTILINE)
@@ -465,7 +465,7 @@ HEAD += ("shared", "padded", "packed", "critic")
 
 
 def table(rows: list[dict]) -> str:
-    """The rows in Markdown."""
+    """Return the rows in Markdown."""
     lines = [HEAD, ["---"] * len(HEAD), *(cells(row) for row in rows)]
     return "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |\n" for line in lines)
 

@@ -77,7 +77,7 @@ def least_half(trials: float, quantile: float = Z) -> float:
 
 
 def widest(pairs: int) -> float:
-    """The |t| of so many differences that is ever exceeded with probability ``ERROR`` where there is no difference.
+    """Return the |t| of so many differences that is ever exceeded with probability ``ERROR`` if there is no difference.
 
     A bet that the mean is not 0 multiplies its stake by (1 + n)^(-1/2) ((1 + x) / (1 + x / (1 + n)))^(n / 2), where
     x = t^2 / (n - 1): the Bayes factor of a mean of N(0, 1) standard deviations against 0. Without a difference the bet
@@ -107,7 +107,7 @@ def interval(differences: list[float], pairs: int | None = None, problems: int =
 
 
 def verdict(differences: list[float], smallest: float, pairs: int | None = None, problems: int = 0) -> str:
-    """better, worse, no difference, or "" while it is open.
+    """Return better, worse, no difference, or "" while the comparison is open.
 
     problems: behind each value, where the values are rates and so far all are 0 or 1. That they are equal does
     then not say that the runs are.
@@ -123,7 +123,7 @@ def verdict(differences: list[float], smallest: float, pairs: int | None = None,
 
 
 def state_of(differences: list[float], smallest: float, problems: int = 0) -> str:
-    """The comparison so far, in words. ``problems``: as of ``verdict``."""
+    """Describe the comparison so far in words. ``problems``: as of ``verdict``."""
     mean, half = interval(differences, None, problems)
     words = f"{mean:+.4f}"
     if not math.isinf(half):
@@ -147,7 +147,7 @@ class Arm:
         self.words = [*shared, *own]
 
     def args(self, seed: int) -> flags.RunFlags:
-        """Exits with code 2 for what the script does not take."""
+        """Return the arguments with this seed. Exits with code 2 for flags that the script lacks or rejects."""
         return flags.parse(self.script.Args, self.script.__doc__, [*self.words, "--seed", str(seed)])
 
     def folder(self, seed: int) -> Path:
@@ -155,14 +155,14 @@ class Arm:
         return Path(args.output_dir) / directory.run_name(args, self.script.Args())
 
     def is_finished(self, seed: int) -> bool:
-        """Exits with code 2 for a run that can neither be used nor continued."""
+        """Return True for a finished run. Exits with code 2 for one that can neither be used nor continued."""
         state, said = is_finished.state(self.args(seed), self.script.Args())
         if state == is_finished.LEAVE:
             process.refuse(f"{said}; move this folder away, or give another --output_dir after --")
         return state == is_finished.FINISHED
 
     def value(self, seed: int, metric: str) -> float:
-        """The final value of a finished run: of its last evaluation, or the mean over its last tenth of steps."""
+        """Return a finished run's final value: of its last evaluation, or the mean over its last tenth of steps."""
         folder = self.folder(seed)
         values = []
         for file in ("eval.jsonl", "metrics.jsonl"):
@@ -175,14 +175,14 @@ class Arm:
         return statistics.fmean(values[-last:])
 
     def problems(self, seed: int, metric: str) -> int:
-        """The problems behind a rate of a finished run's last evaluation; 0 for a metric that is no such rate."""
+        """Return the number of problems behind a rate of a finished run's last evaluation; 0 for other metrics."""
         group, _, name = metric.rpartition("/")
         if not (group.startswith("eval") and name.startswith(("pass@", "majority@"))):
             return 0
         return int(self.value(seed, f"{group}/problems"))
 
     def ends(self, seed: int, metric: str) -> tuple[float, float]:
-        """The values of the evaluations before the first step and after the last one of a finished run."""
+        """Return the values of the evaluations before the first step and after the last one of a finished run."""
         values = [line[metric] for line in read(self.folder(seed) / "eval.jsonl") if metric in line]
         if len(values) < 2:
             process.refuse(f"--controls compares evaluations: {self.folder(seed)} has not two with {metric}")
@@ -239,7 +239,7 @@ def run(
 
 
 def seeds_of(text: str) -> range:
-    """1..44 as a range."""
+    """Parse seeds such as 1..44 as a range."""
     first, _, last = text.partition("..")
     try:
         seeds = range(int(first), int(last) + 1)
@@ -251,7 +251,7 @@ def seeds_of(text: str) -> range:
 
 
 def parse(parser: argparse.ArgumentParser, seeds: str) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the flags of all runs: those of the test bed or none, and what follows --, which wins."""
+    """Parse the options, and the flags of all runs: those of the test bed or none, and those after --, which win."""
     parser.add_argument("--seeds", type=seeds_of, default=seeds, metavar="A..B", help="default: %(default)s")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--lanes", type=int, default=cores, help="runs side by side (default: one per core)")
@@ -277,7 +277,7 @@ def gain(ends: list[tuple[float, float]], problems: int = 0) -> tuple[float, flo
 
 
 def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str, problems: int = 0) -> str:
-    """A row for each control, and the sentence. ``ends``: (before, after) by seed of "none" and of each control.
+    """Return a row per control, and a summary. ``ends``: (before, after) by seed of "none" and of each control.
 
     problems: as of ``gain``.
     """

@@ -159,7 +159,7 @@ class Run(NamedTuple):
 
 
 def read_runs() -> dict[str, dict[int, Run]]:
-    """The recorded runs, by command line and seed."""
+    """Read the recorded runs, by command line and seed."""
     found: dict[str, dict[int, Run]] = {}
     if not RECORDED.exists():
         return found
@@ -174,7 +174,7 @@ def read_runs() -> dict[str, dict[int, Run]]:
 
 
 def write_runs(found: dict[str, dict[int, Run]]) -> None:
-    """All runs, in the order of setting and seed."""
+    """Write all runs, in the order of setting and seed."""
     part = RECORDED.with_suffix(".tmp")
     with part.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
@@ -196,7 +196,7 @@ def record(mine: str, seeds: range) -> int:
     lanes = run_many.Lanes()
 
     def enough(finished: list[int]) -> bool:
-        """Called whenever a run has ended: record what is new."""
+        """Record new runs, whenever a run has ended, and return True once the comparison is decided."""
         for seed, arm in itertools.product(seeds, arms):
             if seed in found[arm.line]:
                 continue
@@ -230,7 +230,7 @@ class Comparison(NamedTuple):
 
 
 def compare(pairs: list[tuple[Run, Run]], most: int) -> Comparison:
-    """As paired_comparison.py decides, which takes these pairs one after another, so many at most."""
+    """Decide as paired_comparison.py does, which uses these pairs one after another, ``most`` at most."""
     differences = np.array([[ours.after - theirs.after for ours, theirs in pairs[:most]]])
     verdicts, used = decide(differences, SMALLEST)
     return Comparison(int(verdicts[0]), pairs[: used[0]])
@@ -249,7 +249,7 @@ def in_sequence(pairs: list[tuple[Run, Run]], most: int) -> list[Comparison]:
 
 
 def in_random_orders(pairs: list[tuple[Run, Run]], count: int) -> list[list[tuple[Run, Run]]]:
-    """The same pairs, each time in another order."""
+    """Return the same pairs ``count`` times, each time in another order."""
     rng = np.random.default_rng(1)
     return [[pairs[i] for i in rng.permutation(len(pairs))] for _ in range(count)]
 
@@ -268,7 +268,7 @@ def halved(runs: list[Run], count: int) -> list[list[tuple[Run, Run]]]:
 
 
 def study_pairs(count: int) -> list[list[tuple[Run, Run]]]:
-    """The runs of the KL study, two pairs of each setting, each time drawn again and in another order.
+    """Return the runs of the KL study, two pairs of each setting, each time drawn again and in another order.
 
     Settings of equal numbers are one. Sides are drawn too: a seed is easier than another in all settings.
     """
@@ -285,14 +285,14 @@ def study_pairs(count: int) -> list[list[tuple[Run, Run]]]:
 
 
 def cpu_minutes(comparison: Comparison) -> float:
-    """Of all its runs; those without a measurement count as the mean of the others. nan where none has one."""
+    """Return the CPU minutes of a comparison's runs; unmeasured ones count as the others' mean. NaN without any."""
     seconds = [run.seconds for pair in comparison.pairs for run in pair]
     known = [value for value in seconds if value is not None]
     return statistics.fmean(known or [math.nan]) * len(seconds) / 60
 
 
 def row_of(name: str, most: int, comparisons: list[Comparison]) -> str:
-    """A row of the table of real comparisons: how many there are of each verdict, and their size."""
+    """Return a row of the table of real comparisons: how many there are of each verdict, and their size."""
     verdicts = [comparison.verdict for comparison in comparisons]
     cells = [name, most, len(comparisons)]
     cells += [verdicts.count(verdict) for verdict in (BETTER, WORSE, NONE, OPEN)]
@@ -306,7 +306,7 @@ def row_of(name: str, most: int, comparisons: list[Comparison]) -> str:
 
 
 def real() -> list[str]:
-    """The rows of a table of comparisons of recorded runs, where there are as many pairs as a comparison may take."""
+    """Return the rows of a table of comparisons of recorded runs; a kind with fewer than MOST pairs is left out."""
     found = read_runs()
     pairs = paired(found, SECOND)
     runs = [found[PLAIN][seed] for seed in sorted(found[PLAIN])]
@@ -330,7 +330,7 @@ def real() -> list[str]:
 
 
 def true_difference() -> str:
-    """That of SECOND, from all pairs: how well it is known, by Student's t."""
+    """Estimate the true difference of SECOND from all pairs, with its error by Student's t."""
     differences = [ours.after - theirs.after for ours, theirs in paired(read_runs(), SECOND)]
     mean = statistics.fmean(differences)
     deviation = statistics.stdev(differences)
@@ -340,7 +340,7 @@ def true_difference() -> str:
 
 
 def algorithms() -> list[str]:
-    """The rows of a table: what paired_comparison.py says of every other command line against PLAIN, so far."""
+    """Return the rows of a table: paired_comparison.py's verdicts on every other command line against PLAIN, so far."""
     found = read_runs()
     rows = [
         "| against grpo.py | verdict | difference of pass@1 | deviation | pairs | CPU minutes |",
@@ -367,7 +367,7 @@ def algorithms() -> list[str]:
 
 
 def report(draws: int, seed: int) -> list[str]:
-    """The rows of a table: one for each kind of difference, its size, and the number of pairs at most."""
+    """Return the rows of a table: one for each kind of difference, its size, and the number of pairs at most."""
     rng = np.random.default_rng(seed)
     minutes = pair_minutes()
     rows = [

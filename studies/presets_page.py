@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
 
 def settings(name: str) -> list[Setting]:
-    """The flags of a preset with the sources in the comments of presets.toml."""
+    """Return the flags of a preset with the sources in the comments of presets.toml."""
     text = (ROOT / "runtime" / "arguments" / "presets.toml").read_text()
     file, lines = re.search(rf"^\[{name}\.flags\] # (\S+)\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE).groups()
     found = []
@@ -50,7 +50,7 @@ def settings(name: str) -> list[Setting]:
 
 
 def page() -> str:
-    """docs/evidence/presets.md, from the table."""
+    """Return the text of docs/evidence/presets.md, from the table."""
     lines = [PAGE]
     for name, preset in presets.PRESETS.items():
         scripts = " and ".join(f"`{script}.py`" for script in preset.scripts)

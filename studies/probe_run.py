@@ -156,7 +156,7 @@ class Recorder:
         return record
 
     def begin(self, *_) -> None:
-        """Phase 6 is complete."""
+        """Record the batch, now that phase 6 is complete."""
         names = watching.names_of_main()
         found = self.found
         found.samples.append(list(names["samples"]))
@@ -170,7 +170,7 @@ class Recorder:
         found.critic.append([])
 
     def add(self, stats, mb, t, loss_T: torch.Tensor, pieces: dict) -> None:
-        """A micro-batch of the policy: its ``Tokens`` and their loss."""
+        """Record a micro-batch of the policy: its ``Tokens`` and their loss."""
         values = {"loss_T": loss_T, **{name: x for name, x in vars(t).items() if x is not None}}
         values = {name: x.detach().double().clone() for name, x in values.items()}
         self.pending.setdefault("tokens", []).append((mb.tokens.clone(), values))
@@ -180,7 +180,7 @@ class Recorder:
         self.losses[kind] = self.losses.get(kind, 0.0) + loss.item()
 
     def step(self, engine, *_) -> None:
-        """An optimizer step is about to be taken: all gradients of it are there."""
+        """Record the gradients of an optimizer step, just before it is taken."""
         utils_zero = importlib.import_module("deepspeed.utils")
         gradient = {}
         for name, weight in engine.module.named_parameters():
@@ -319,7 +319,7 @@ def run_all(wanted: list[tuple[Laboratory, Probe]], lanes: int) -> list[Recorded
 
 
 def merge(probe: Probe, place: Path, code: int) -> Recorded:
-    """The recording of all ranks as one: a token is known where a rank computed it. Deletes the files."""
+    """Merge the recordings of all ranks: a token is known where a rank computed it. Deletes the files."""
     parts = []
     for rank in range(probe.ranks):
         file = place.with_suffix(f".{rank}.pt")

@@ -46,7 +46,7 @@ NAMES = (
 
 
 def schema():
-    """The columns of samples.parquet, a pyarrow.Schema: a row is a sample.
+    """Return the columns of samples.parquet, a pyarrow.Schema: a row is a sample.
 
     The samples of a step are ordered by prompt_id and sample_id. Log-probs are in nats, at the sampling temperature.
     What the step did not compute is null.
@@ -138,7 +138,7 @@ def write_samples(place: Path, table: list[dict[str, Any]]) -> None:
 
 
 def rows(samples: list, known: set[int], arrays: dict[str, list | None]) -> list[dict[str, Any]]:
-    """The samples as rows of schema(). ``arrays``: flat, [N], by column; None where the run computes no such thing."""
+    """Return the samples as rows of schema(). ``arrays``: flat, [N], by column; None if the run does not compute it."""
     offsets = batching.token_offsets(samples)
     found = []
     for i, sample in enumerate(samples):
@@ -157,7 +157,7 @@ def rows(samples: list, known: set[int], arrays: dict[str, list | None]) -> list
 
 
 def repeat(order: Path) -> None:
-    """One rank of the repeated run. Rank 0 exits once it has logged the step; ``run_again`` then ends the others."""
+    """Run one rank of the repeated run. Rank 0 exits once it has logged the step; ``run_again`` ends the others."""
     process.die_with_parent()
     given = json.loads(order.read_text())
     process.prepare_environment(given["resolved"].get("dtype", given["args"]["dtype"]))

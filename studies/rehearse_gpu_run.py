@@ -138,7 +138,7 @@ def step_seconds(args, model: memory.Model, setting: memory.Setting, size, card:
 
 
 def whole_step(seconds: dict[str, float], args) -> float:
-    """Engines with GPUs of their own that are asked ahead sample while the trainer works."""
+    """Return the seconds of a step; with --vllm_engines and --async_steps, sampling overlaps with everything else."""
     generate = seconds["generate"]
     rest = sum(seconds.values()) - generate
     if args.vllm_engines > 0 and args.async_steps > 0:
@@ -147,7 +147,7 @@ def whole_step(seconds: dict[str, float], args) -> float:
 
 
 def planned(args, model: memory.Model, gpus: int, gb: float) -> tuple:
-    """(setting, sizes, what a rank needs) of a command on ``gpus`` GPUs of ``gb`` 10^9 bytes, fit or not."""
+    """Return (setting, sizes, memory of a rank) of a command on ``gpus`` GPUs of ``gb`` 10^9 bytes, fit or not."""
     trainers = gpus - args.vllm_engines * args.vllm_tensor_parallel_size
     critic = not getattr(args, "disable_value", True)
     setting = memory.Setting(trainers, args.dtype != "float32", gb * 1e9, critic)
@@ -201,7 +201,7 @@ def give_back() -> None:
 
 
 def take_part(folder: Path, script: str, words: list[str]) -> None:
-    """A rank of the run here, changed as changes.json in the folder says; adds a line to its file: bytes by phase."""
+    """Run one rank here, with the changes of changes.json in the folder; adds a line to its file: bytes by phase."""
     sys.path.insert(0, str(Path(script).resolve().parent))
     module = importlib.import_module(Path(script).stem)  # by a name that the process of --engine_process finds, too
     args = flags.parse(module.Args, words=words)
@@ -238,7 +238,7 @@ def take_part(folder: Path, script: str, words: list[str]) -> None:
 
 
 def narrow(args, width: int):
-    """The config of the model that runs here: two layers, and 1 / ``width`` of their columns and heads."""
+    """Return the config of the model that runs here: two layers, and 1 / ``width`` of their columns and heads."""
     from transformers import AutoConfig
 
     name, revision = args.model
@@ -253,7 +253,7 @@ def narrow(args, width: int):
 
 
 def write_model(config, args, folder: Path) -> None:
-    """A model with random weights and this config, and the tokenizer of the command."""
+    """Write a model with random weights and this config, and the tokenizer of the command."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

@@ -61,7 +61,7 @@ SETTABLE = (
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """The arguments. Exits with code 2 for a run or a step of which no batch can be rebuilt."""
+    """Parse the arguments. Exits with code 2 for a run or a step of which no batch can be rebuilt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run, runs/NAME")
     parser.add_argument("--set", nargs="+", action="append", default=[], metavar="FLAG=A,B", dest="settings")
@@ -91,7 +91,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a run. Exits with code 2 if it cannot be read."""
+    """Read config.json of a run. Exits with code 2 if it cannot be read."""
     try:
         return directory.read_config(folder)
     except ValueError as error:
@@ -167,7 +167,7 @@ class Setting:
 
 
 def load_script(path: Path) -> ModuleType:
-    """A training script, imported from its file without being run. Exits with code 2 for what is none."""
+    """Import a training script from its file without running it. Exits with code 2 if the file is none."""
     if not path.is_file():
         process.refuse(f"{path} is no file; give loss= clip, a script, or one of {', '.join(variant.names())}")
     if path.resolve() == Path(grpo.__file__).resolve():
@@ -176,7 +176,7 @@ def load_script(path: Path) -> ModuleType:
 
 
 def script_of(loss: str) -> ModuleType:
-    """The script that ``loss=`` names."""
+    """Return the script that ``loss=`` names."""
     if loss == "clip":
         return grpo
     if loss.endswith(".py"):
@@ -200,7 +200,7 @@ def arguments(script: ModuleType, base: Setting) -> flags.RunFlags:
 
 
 def run_setting(folder: Path, batch: RunBatch) -> Setting:
-    """The run's own setting, with the coefficient of the KL that the step had. Prints what has changed in its code."""
+    """Return the run's own setting, with the KL coefficient of the step. Prints what has changed in the run's code."""
     config = read_config(folder)
     path = process.PROJECT / batch.script
     if not path.is_file():
@@ -223,7 +223,7 @@ def run_setting(folder: Path, batch: RunBatch) -> Setting:
 
 
 def make_settings(groups: list[list[str]], base: Setting) -> list[Setting]:
-    """The run's own setting, and those of each --set. Exits with code 2 for what cannot be set or does not parse."""
+    """Return the run's own setting, and those of each --set. Exits with code 2 for invalid flags or values."""
     settings = [base]
     scripts: dict[str, ModuleType] = {}
     for group in groups:
@@ -239,7 +239,7 @@ def make_settings(groups: list[list[str]], base: Setting) -> list[Setting]:
 
 
 def make_setting(values: dict[str, str], base: Setting, scripts: dict[str, ModuleType]) -> Setting:
-    """The run's setting with these values, as the command line of a script would have them."""
+    """Return the run's setting with these values, as the command line of a script would have them."""
     name = " ".join(f"{flag}={value}" for flag, value in values.items())
     loss = values.get("loss")
     script = base.script
@@ -270,7 +270,7 @@ def make_setting(values: dict[str, str], base: Setting, scripts: dict[str, Modul
 
 
 def phase_6(script: ModuleType) -> str:
-    """The text of a script from its advantages to its update: grpo.py's is what ``computed_advantages`` computes."""
+    """Return a script's text from its advantages to its update; ``computed_advantages`` computes grpo.py's."""
     text = Path(script.__file__).read_text()
     _, _, rest = text.partition("# 6 advantages")
     return rest.partition("# 7 update")[0]
@@ -295,7 +295,7 @@ def uses_reference(setting: Setting) -> bool:
 
 
 def without_kl(setting: Setting) -> Setting:
-    """The same setting without its KL."""
+    """Return the same setting without its KL."""
     return replace(setting, args=replace(setting.args, kl_placement="none"))
 
 
@@ -319,7 +319,7 @@ class RunBatch:
 
 
 def read_batch(folder: Path) -> RunBatch:
-    """The batch that ``rebuild`` wrote. Raises OSError or ValueError for what is no such folder."""
+    """Read the batch that ``rebuild`` wrote. Raises OSError or ValueError if the folder holds none."""
     import pyarrow.parquet
 
     about = json.loads((folder / "batch.json").read_text())
@@ -446,7 +446,7 @@ class Replay:
     # ---- a setting
 
     def in_loss(self, args, members: set[int]) -> list[int]:
-        """The samples of these prompts that count in the loss, as a script chooses them."""
+        """Return the indices of the samples of these prompts that count in the loss, as a script chooses them."""
         found = []
         for i, sample in enumerate(self.samples):
             left_out = args.filter_zero_std_samples and sample.prompt_id in self.zero_std
@@ -457,7 +457,7 @@ class Replay:
         return found
 
     def advantages(self, setting: Setting) -> torch.Tensor:
-        """Of every token, [N + 1]: the run's, or new ones where those are not the setting's.
+        """Return the advantages of every token, [N + 1]: the run's, or new ones if those are not the setting's.
 
         Exits with code 2 for a script whose advantages are not grpo.py's, and for rewards that a script rejects.
         """
@@ -492,7 +492,7 @@ class Replay:
         return not self.batch.old_N[first_tokens].isnan().any()
 
     def computed_advantages(self, setting: Setting) -> torch.Tensor:
-        """Phase 6 of grpo.py: group statistics, and the KL in the reward. [N + 1]"""
+        """Compute advantages as in phase 6 of grpo.py, [N + 1]: group statistics, and the KL in the reward."""
         args = setting.args
         script = setting.script
         _, reward_coef = args.kl_coefficients
@@ -520,7 +520,7 @@ class Replay:
         return F.pad(advantages[self.owners_N[:-1]], (0, 1)) - penalty_N
 
     def slopes(self, setting: Setting, members: set[int] | None = None) -> Slopes:
-        """The setting's loss over all tokens, by its script's functions, differentiated by what the model gives.
+        """Differentiate the setting's loss over all tokens, as its script computes it, by the outputs of the model.
 
         ``members``: the prompts of a mini-batch. Default: all.
         """
@@ -564,7 +564,7 @@ class Replay:
         )
 
     def gradient(self, direction: torch.Tensor, members: set[int]) -> torch.Tensor:
-        """The sum over the tokens of these prompts of slope times gradient, by all parameters: [parameters], fp32."""
+        """Sum slope times gradient over the tokens of these prompts, by all parameters: [parameters], fp32."""
         moving = direction.abs().sum(0) > 0
         indices = []
         for i in self.owners_N[moving].unique().tolist():
@@ -589,7 +589,7 @@ class Replay:
         return torch.cat(parts)
 
     def take_steps(self, count: int, total: int) -> None:
-        """Optimizer steps of the run's own setting on its own mini-batches, with the moments of a fresh optimizer.
+        """Take optimizer steps of the run's own setting on its own mini-batches, with the moments of a fresh optimizer.
 
         ``total``: optimizer steps of the whole run, which the learning rate follows. A mini-batch of groups of equal
         reward moves the weights by the moments; one without a sample in the loss is passed by.
@@ -640,7 +640,7 @@ class Directions:
         self.products = torch.zeros(0)
 
     def place(self, direction: torch.Tensor) -> int:
-        """The number of a direction, which is added where it is new."""
+        """Return the number of a direction, which is added if it is new."""
         for number, other in enumerate(self.found):
             if torch.equal(direction, other):
                 return number
@@ -674,7 +674,7 @@ class Geometry:
 
 
 def geometry(sums: list[list[int]], products: torch.Tensor) -> Geometry:
-    """Of gradients that are sums of directions, by the numbers of these.
+    """Return the geometry of gradients that are sums of directions, given by the directions' numbers.
 
     With H and K the gradients of the halves, the noise of their sum H + K is estimated by |H - K|, and the signal by
     what is left of |H + K|: signal^2 = |H + K|^2 - |H - K|^2, which has the right expectation; 0 where it is negative.
@@ -707,7 +707,7 @@ class Comparison:
 
 
 def compare(settings: list[Setting], replay: Replay) -> Comparison:
-    """The gradients of all settings, and apart from them those of their KL."""
+    """Compute the gradients of all settings, and separately those of their KL."""
     directions = Directions()
     slopes = []
     sums = []
@@ -747,12 +747,12 @@ def compare(settings: list[Setting], replay: Replay) -> Comparison:
 
 
 def number(value: float, form: str) -> str:
-    """A value as text; a dash for one that is not defined."""
+    """Return a value as text; a dash for one that is not finite."""
     return f"{value:{form}}" if math.isfinite(value) else "–"
 
 
 def table(found: Comparison) -> str:
-    """A row per setting, in Markdown."""
+    """Return a table in Markdown with a row per setting."""
     head = ["", "setting", "norm", "cosine to run", "signal/noise", "clipped", "without gradient"]
     if found.kl is not None:
         head += ["norm of KL", "signal/noise of KL", "cosine of KL to exact"]
@@ -777,7 +777,7 @@ def table(found: Comparison) -> str:
 
 
 def kl_cells(found: Comparison, name: str) -> list[str]:
-    """The cells about a setting's KL."""
+    """Return the cells about a setting's KL."""
     if name not in found.kl_names:
         return ["–"] * 3
     k = found.kl_names.index(name)

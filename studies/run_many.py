@@ -61,7 +61,7 @@ STOPPED = 75  # EX_TEMPFAIL: start me again
 
 
 def load_script(path: Path) -> ModuleType:
-    """The module of a training script, with everything that its runs import.
+    """Import a training script, with everything that its runs import.
 
     Raises RuntimeError where an import has started a thread.
     """

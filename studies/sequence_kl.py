@@ -76,7 +76,7 @@ class Responses(NamedTuple):
 
 
 def to_go(values: Tensor) -> Tensor:
-    """Sums from each token to the end: [B, T] -> [B, T]."""
+    """Sum from each token to the end: [B, T] -> [B, T]."""
     return values.flip(1).cumsum(1).flip(1)
 
 
@@ -97,21 +97,21 @@ def reward(r: Responses) -> Tensor:
 
 
 def whole_ratio(r: Responses) -> Tensor:
-    """The ratio of the whole response on every term."""
+    """Weight every term by the ratio of the whole response."""
     total = r.log_ratio().sum(1, keepdim=True)
     ratio = total.exp()
     return r.score_gradient(ratio * to_go(r.d()))
 
 
 def per_decision(r: Responses) -> Tensor:
-    """Term u with the ratio of its first u tokens."""
+    """Weight term u by the ratio of its first u tokens."""
     ratio = r.log_ratio().cumsum(1).exp()
     sums = to_go(ratio * r.d())
     return r.score_gradient(sums)
 
 
 def truncated_per_decision(r: Responses) -> Tensor:
-    """The same with ratios of at most 2."""
+    """Weight term u by the ratio of its first u tokens, truncated at 2."""
     ratio = r.log_ratio().cumsum(1).exp()
     truncated = ratio.clamp(max=2.0)
     sums = to_go(truncated * r.d())
@@ -119,7 +119,7 @@ def truncated_per_decision(r: Responses) -> Tensor:
 
 
 def full_per_decision(r: Responses) -> Tensor:
-    """The expectation of each term over its own token, from the whole vocabulary: the prefix ratio is what is left.
+    """Replace each term by its expectation over its own token, from the whole vocabulary: the prefix ratio is left.
 
     Term u becomes ratio_1 ... ratio_{u-1} (KL_u (s_1 + ... + s_{u-1}) + grad KL_u).
     """
@@ -197,7 +197,7 @@ def enumerate_responses(world: World, pi: Tensor, old: Tensor, ref: Tensor) -> R
 
 
 def sequence_kl_gradient(world: World, pi: Tensor, ref: Tensor) -> Tensor:
-    """grad KL(pi||ref) of whole responses, prompts drawn uniformly, by autograd."""
+    """Return grad KL(pi||ref) of whole responses, prompts drawn uniformly, by autograd."""
     ref_logp = world.sum_over_response(world.token_logprobs(ref))
 
     def kl(logits: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(gradients: Tensor, weights: Tensor, truth: Tensor) -> Accuracy:
-    """Of gradients [B, parameters] that occur with probabilities weights [B]."""
+    """Return the accuracy of gradients [B, parameters] that occur with probabilities weights [B]."""
     mean = weights @ gradients
     variance = weights @ (gradients - mean).square().sum(1)
     size = truth.norm()
@@ -273,7 +273,7 @@ def mean_token_kl(pi: Tensor, other: Tensor) -> float:
 
 
 def long_kl_gradient(pi: Tensor, ref: Tensor, length: int) -> Tensor:
-    """grad KL(pi||ref) of responses of this length that start after token 0, by autograd through their marginals."""
+    """Return grad KL(pi||ref) of responses of this length that start after token 0, by autograd through marginals."""
     leaf = pi.clone().requires_grad_()
     transition = leaf.softmax(-1)
     kl = full_vocabulary_kl(leaf, ref)

@@ -83,7 +83,7 @@ class Args:
 
 
 def evaluations(folder: Path) -> list[dict]:
-    """The whole lines of a run's eval.jsonl."""
+    """Return the complete lines of a run's eval.jsonl."""
     path = folder / "eval.jsonl"
     if not path.is_file():
         return []
@@ -120,7 +120,7 @@ def time_to_target(line: list[str], folder: Path, target: float, limit: float) -
 
 
 def gpus() -> list[str]:
-    """The names of this machine's GPUs."""
+    """Return the names of this machine's GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
     asked = subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True)
@@ -128,7 +128,7 @@ def gpus() -> list[str]:
 
 
 def hardware() -> str:
-    """The machine, in words."""
+    """Describe the machine: its GPUs, or its cores and processor."""
     names = gpus()
     if names:
         return f"{len(names)} x {names[0]}"

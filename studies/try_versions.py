@@ -75,7 +75,7 @@ def install(pins: list[str], place: Path) -> tuple[str, str]:
 
 
 def run(python: Path, out: Path, log: Path, stop: bool, limit: float) -> int:
-    """The acceptance run; with ``stop`` it is sent SIGTERM after a few steps. The exit code."""
+    """Start the acceptance run and return its exit code; with ``stop`` it gets SIGTERM after a few steps."""
     words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
     line = [python, ROOT / "grpo.py", *words, "--output_dir", out]
     deadline = time.monotonic() + limit
@@ -113,7 +113,7 @@ def accept(python: Path, out: Path, limit: float) -> tuple[str, str]:
 
 
 def accept_trl(python: Path, out: Path, limit: float) -> tuple[str, str]:
-    """The same of a TRL, which is next to the interpreter's other packages."""
+    """Try a step of a TRL next to the interpreter's other packages. Returns as ``accept`` does."""
     (packages,) = python.parent.parent.glob("lib/*/site-packages")
     results = out / "results.json"
     model = FLAGS["model_name_or_path"]
@@ -134,7 +134,7 @@ def accept_trl(python: Path, out: Path, limit: float) -> tuple[str, str]:
 
 
 def try_version(name: str, limit: float) -> list[str]:
-    """The row of some versions, or of the pinned ones."""
+    """Install and try some versions, or the pinned ones, and return their row."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory(prefix="works-with-") as folder:
         place = Path(folder)
@@ -153,7 +153,7 @@ def try_version(name: str, limit: float) -> list[str]:
 
 
 def add_row(row: list[str]) -> None:
-    """A row in the table of the page, in place of the one of the same versions."""
+    """Put a row into the table of the page, in place of the one of the same versions."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     head, line, *rows = table.splitlines()
@@ -163,7 +163,7 @@ def add_row(row: list[str]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Try the versions of the command line, and put a row of each into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=[PINNED], help="PACKAGE==VERSION, or several with commas")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds that one of the two starts may take")

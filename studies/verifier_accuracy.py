@@ -57,7 +57,7 @@ WHEELS = "RLVR_GRADER_WHEELS"  # the folder of --wheels, for the worker
 
 
 def timed(score: Callable[[], float]) -> Reward:
-    """The score with the milliseconds of processor time it took; 0 and "raised" where the grader raised."""
+    """Return the score with the milliseconds of processor time it took; 0 and "raised" if the grader raised."""
     begun = time.process_time()
     raised = 0.0
     try:
@@ -70,12 +70,12 @@ def timed(score: Callable[[], float]) -> Reward:
 
 
 def ours(response: str, truth: str, row: dict) -> Reward:
-    """This project's verifier for the row."""
+    """Score with this project's verifier for the row."""
     return timed(lambda: rewards.VERIFIERS[row["verifier"]](response, truth, row).score)
 
 
 def math_verify_alone(response: str, truth: str, row: dict) -> Reward:
-    """math-verify's own defaults, the truth as mathematics."""
+    """Score with math-verify's own defaults, the truth as mathematics."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -83,7 +83,7 @@ def math_verify_alone(response: str, truth: str, row: dict) -> Reward:
 
 
 def our_extraction(response: str, truth: str, row: dict) -> Reward:
-    """math-verify's comparison of the answer that this project finds with the truth."""
+    """Score with math-verify's comparison of the answer that this project finds with the truth."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -111,7 +111,7 @@ def _wheel(package: str):
 
 
 def _verl(name: str):
-    """One file of verl's reward functions, without the package around it, which needs ray."""
+    """Import one file of verl's reward functions, without the package around it, which needs ray."""
     path = Path(os.environ[WHEELS]) / "verl" / "utils" / "reward_score" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"verl_{name}", path)
     module = importlib.util.module_from_spec(spec)
@@ -120,20 +120,20 @@ def _verl(name: str):
 
 
 def trl_accuracy(response: str, truth: str, row: dict) -> Reward:
-    """TRL's accuracy_reward; it skips (None, here 0) what it cannot parse as a truth."""
+    """Score with TRL's accuracy_reward; it skips (None, here 0) what it cannot parse as a truth."""
     grade = _wheel("trl.rewards").accuracy_reward
     completion = [[{"role": "assistant", "content": response}]]
     return timed(lambda: grade(completion, [f"${truth}$"])[0])
 
 
 def verl_math(response: str, truth: str, row: dict) -> Reward:
-    """verl's math_reward: the last box, compared as text."""
+    """Score with verl's math_reward: the last box, compared as text."""
     module = _verl("math_reward")
     return timed(lambda: module.compute_score(response, truth))
 
 
 def verl_dapo(response: str, truth: str, row: dict) -> Reward:
-    """verl's math_dapo in the better of its two ways, the last box or the last "Answer:"."""
+    """Score with verl's math_dapo in the better of its two ways, the last box or the last "Answer:"."""
     module = _verl("math_dapo")
     ways = (True, False)
     scores = (module.compute_score(response, truth, strict_box_verify=w) for w in ways)
@@ -141,14 +141,14 @@ def verl_dapo(response: str, truth: str, row: dict) -> Reward:
 
 
 def verl_math_verify(response: str, truth: str, row: dict) -> Reward:
-    """verl's math_verify, called as its own worker process calls it."""
+    """Score with verl's math_verify, called as its own worker process calls it."""
     module = _verl("math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return timed(lambda: module._verify_in_subprocess(f"\\boxed{{{truth}}}", response))
 
 
 def verl_gsm8k(response: str, truth: str, row: dict) -> Reward:
-    """verl's gsm8k in its flexible way, the last number: few of these answers have the "####" of its strict way."""
+    """Score with verl's gsm8k in its flexible way, the last number: few answers here have the strict way's "####"."""
     module = _verl("gsm8k")
     return timed(lambda: module.compute_score(response, truth, method="flexible"))
 
@@ -178,7 +178,7 @@ def labeled(data: Path | None, cases: Path | None) -> dict[str, list[dict]]:
 
 
 def given_cases(folder: Path) -> dict[str, list[dict]]:
-    """The cases of a folder, those that other graders can judge apart from the rest; equal cases count once."""
+    """Return the cases of a folder, those that other graders can judge apart from the rest; equal cases count once."""
     found: dict[tuple, dict] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for row in read(path):
@@ -195,7 +195,7 @@ def given_cases(folder: Path) -> dict[str, list[dict]]:
 
 
 def public(data: Path) -> dict[str, list[dict]]:
-    """The labeled public files of a folder that has them."""
+    """Read the labeled public files that a folder has."""
     sets = {}
     pairs = data / "math500_gold_pairs.jsonl"
     if pairs.is_file():
@@ -235,7 +235,7 @@ GRADERS = {
 
 
 def literal(node: ast.AST | None) -> object:
-    """The value of a literal of Python; None of anything else."""
+    """Return the value of a literal of Python, or None for anything else."""
     try:
         return ast.literal_eval(node) if node is not None else None
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -256,7 +256,7 @@ def expected(node: ast.AST) -> tuple[ast.Call, bool] | None:
 
 
 def parametrized(call: ast.Call) -> Iterator[tuple[str, str, bool]]:
-    """The cases of a ``pytest.mark.parametrize`` whose rows are two texts and a boolean, or 0 or 1."""
+    """Yield the cases of a ``pytest.mark.parametrize`` whose rows are two texts and a boolean, or 0 or 1."""
     names = literal(call.args[0])
     if isinstance(names, str):
         names = names.split(",")
@@ -292,7 +292,7 @@ def cases_of(tree: ast.Module) -> Iterator[tuple[str, str, bool]]:
 
 
 def suite_rows(suite: Path) -> list[dict]:
-    """The cases of all test files of a project, as rows of ``run``; what has no box or announcement is boxed."""
+    """Return the cases of a project's test files as rows of ``run``; what has no box or announcement is boxed."""
     rows = []
     for path in sorted(suite.rglob("*.py")):
         try:
@@ -309,7 +309,7 @@ def suite_rows(suite: Path) -> list[dict]:
 
 
 def peers(folder: Path, seconds: float) -> list[str]:
-    """A table of the projects below a folder, and the cases that this project's verifier judges otherwise."""
+    """Return a table of the projects below a folder, and the cases that this project's verifier judges differently."""
     lines = ["| suite | cases | ours agrees | math-verify agrees |", "|---|---|---|---|"]
     others = []
     for suite in sorted(filter(Path.is_dir, folder.iterdir())):
@@ -384,7 +384,7 @@ Versions: {versions}.
 
 
 def table(results: dict[str, tuple[Counter, dict]], rows: list[dict], by_family: bool) -> list[str]:
-    """A set's totals, one grader per line; and, where it has several families, their errors."""
+    """Return a set's totals, one grader per line; and, if it has several families, their errors."""
     right = sum(row["label"] for row in rows)
     lines = [f"{right} right and {len(rows) - right} wrong answers.", ""]
     lines += ["| grader | FN | FP | hangs | raised | median ms | mean ms |", "|---|---|---|---|---|---|---|"]
