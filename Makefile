@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-all test-gpu test-engines cuda-check gpu-day lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check gpu-day lint bench bench-gate compare speedrun
 
 setup:
 	@scripts/setup.sh
@@ -15,8 +15,16 @@ quickstart: setup
 testbed: setup
 	$(PYTHON_BIN) studies/pretrain_tiny.py $(ARGS)
 
+# The options of both parts of what CI runs
+PYTEST := $(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 50 --durations-min 1
+OTHERS := not slow and not learn and not gpu and not engines
+
 test: setup
-	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 50 --durations-min 1 $(ARGS)
+	$(PYTEST) -m "not integration and $(OTHERS)" $(ARGS)
+
+# The other part: whole runs, processes and their ends, some seconds each
+test-integration: setup
+	$(PYTEST) -m "integration and $(OTHERS)" $(ARGS)
 
 # Every test; continues where it was stopped: make test-all ARGS='-m "slow or learn"', ARGS=tests/runs/test_faults.py
 test-all: setup

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
 
 from runtime.system import git, process
 
-KINDS = ("fast", "slow", "learn")
+KINDS = ("fast", "slow", "learn", "integration")
 OUTCOMES = ("passed", "failed", "skipped")
 DOC = ROOT / "docs" / "evidence" / "survival.md"
 BEGIN, END = "<!-- all tests -->\n", "<!-- /all tests -->\n"  # around the result in DOC
@@ -187,7 +187,7 @@ def page(tests: list[dict]) -> str:
     for found in tests:
         files[found["test"].split("::")[0]].append(found)
     long = sorted(files, key=lambda file: -sum(found["seconds"] for found in files[file]))
-    long = [file for file in long if any(found.get("kind", "fast") != "fast" for found in files[file])]
+    long = [file for file in long if any(found.get("kind", "fast") in ("slow", "learn") for found in files[file])]
     lines += ["", "Files with slow or learning tests:", ""]
     lines += ["| file | passed | failed | skipped | seconds | CPU |", "|---|---|---|---|---|---|"]
     return "\n".join([*lines, *[counts(f"`{file}`", files[file]) for file in long], ""])

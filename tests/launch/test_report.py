@@ -55,6 +55,7 @@ def call(script, *words, ok: bool = True) -> str:
 # -------------------------------------------------------------------------------------------------------------- curves
 
 
+@pytest.mark.integration
 def test_mean_and_band_are_those_of_the_seeds(runs):
     """The numbers behind the picture, against the files themselves."""
     groups = plot.grouped(plot.load_runs([runs], []), ["learning_rate"])
@@ -185,6 +186,7 @@ def test_the_table_has_the_final_values(runs):
             assert shown == pytest.approx([sum(values) / 2, min(values), max(values)], rel=6e-3, abs=1e-9)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("x, suffix", [("step", "png"), ("episode", "svg"), ("time", "svg")])
 def test_pictures(runs, tmp_path, x, suffix):
     """Panels by an argument, and runs overlaid; a figure in SVG names its axes and panels."""
@@ -202,6 +204,7 @@ def test_pictures(runs, tmp_path, x, suffix):
         assert output.read_bytes().startswith(start)
 
 
+@pytest.mark.integration
 def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
     """None next to numbers, and lists: --total_episodes where some runs count steps, --stop_strings."""
     names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
@@ -232,6 +235,7 @@ def pieces(tiny, tmp_path_factory):
     return place / "runs", printed.getvalue()
 
 
+@pytest.mark.integration
 def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(pieces, tmp_path, monkeypatch):
     """One edit, in token_loss: nothing has to be registered."""
     out, printed = pieces
@@ -290,6 +294,7 @@ def test_copies_are_compared_in_every_setting(runs, tmp_path, monkeypatch):
     assert "which would make 2 panels per metric, more than 1; choose some" in call(plot, *folders, *words, ok=False)
 
 
+@pytest.mark.integration
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     """Of runs/*, as the shell writes it: scripts/run_many.py leaves NAME.log there."""
     folders = [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()][:2]
@@ -315,6 +320,7 @@ def test_a_cell_has_the_digits_that_tell_its_runs_apart(values, text):
     assert plot.cell(members, "m", over_argument=False) == text
 
 
+@pytest.mark.integration
 def test_one_run_as_before(runs, tmp_path):
     """The newest run of a folder, in words and as curves.png; a half written line is left for the next time."""
     copy = tmp_path / "runs" / "a"
@@ -326,6 +332,7 @@ def test_one_run_as_before(runs, tmp_path):
     assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["plot.py", "report.py", "doctor.py"])
 def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     """Lines that are no JSON, half a letter, an empty config.json: what is whole is shown, with a warning."""

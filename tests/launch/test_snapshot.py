@@ -142,6 +142,7 @@ def operations(folder: Path, line: list[str], log: Path, env: dict[str, str]) ->
     return sum(bool(inside.match(line)) for line in log.read_text(errors="replace").splitlines())
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
 def test_the_number_of_file_operations(tmp_path):
     """Of a submission of this project's size: a shared disk takes tens of milliseconds for each.

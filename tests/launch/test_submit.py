@@ -83,6 +83,7 @@ def test_words_arrive_in_array_tasks(tmp_path):
     assert "--array=0-2%2" in plan.commands[0]
 
 
+@pytest.mark.integration
 def test_nodes_that_saved_wait_for_the_others(tmp_path):
     """srun ends all nodes when one has left: the first to be done stays until the second has saved, too."""
     ends = "until [[ $SLURM_NODEID == 0 || -e go ]]; do sleep 0.05; done; exit $CODE"
@@ -525,6 +526,7 @@ def test_what_would_train_nothing_is_refused(words, says, capsys):
     assert stop.value.code == 2 and says in said.err and said.out == ""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "words",
     [
@@ -641,6 +643,7 @@ def run_local(folder: Path, *words: str, **options) -> subprocess.CompletedProce
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, **options)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("code, retries, starts, ends", [(75, 10, 3, 0), (75, 1, 2, 75), (75, 0, 1, 75), (1, 10, 1, 1),
                                                           (2, 10, 1, 2), (143, 10, 1, 143)])  # fmt: skip
 def test_local_starts_again_on_75_alone(tmp_path, code, retries, starts, ends):
@@ -664,6 +667,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("code", "saves", "retries", "starts", "ends"),
     [(1, 2, 10, 3, 1), (137, 1, 10, 2, 137), (1, 99, 3, 4, 75), (2, 99, 10, 1, 2), (1, 0, 10, 1, 1), (0, 1, 10, 1, 0)],
@@ -729,6 +733,7 @@ def test_the_rank_of_a_runner_with_dashes_is_started_by_the_launcher():
     assert "begin_command uv run -- python scripts/launch.py" in script and "--num_processes 8" in script
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -802,6 +807,7 @@ def test_the_folder_to_run_in(tmp_path):
     assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
 
 
+@pytest.mark.integration
 def test_the_copies_of_what_is_over_are_deleted(tmp_path):
     """Of finished and of failed jobs, and not of one that runs; results, marks and records stay."""
     run_local(tmp_path, "--", *count("a", 0, 1))
@@ -833,6 +839,7 @@ pathlib.Path("ready").write_text(""); time.sleep(60)
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("form", ["plain", "&&", "bash -c"])
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_local_passes_the_request_to_stop_on_and_waits(tmp_path, sent, form):

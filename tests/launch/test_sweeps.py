@@ -69,6 +69,7 @@ def test_bash_can_read_them():
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
+@pytest.mark.integration
 def test_every_command_is_a_run_of_its_own(tmp_path):
     """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
     words = ["--seeds", "2..3", "--output_dir", tmp_path]
@@ -132,6 +133,7 @@ def test_bad_arguments_end_the_sweep(words, says):
     assert code == 2 and commands == [] and says in said
 
 
+@pytest.mark.integration
 def test_a_failing_run_does_not_hold_up_the_others(tmp_path):
     code, _, said = sweep("lr.sh", "--seeds", "1", "--output_dir", tmp_path, RUN="false")
     assert code == 1 and "0 started, 0 skipped, 2 failed" in said
@@ -161,6 +163,7 @@ def test_where_the_runs_lie(tmp_path):
         assert command.count("--output_dir") == words.count("--output_dir")
 
 
+@pytest.mark.integration
 def test_in_front_of_every_command_stands_the_submission(tmp_path):
     """RUN with submit.py: a dry run of a job, whose command is the sweep's."""
     run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
@@ -185,6 +188,7 @@ def finished(tiny, tmp_path_factory) -> tuple[Path, list[str]]:
     return out / directory.run_name(args, grpo.Args()), common
 
 
+@pytest.mark.integration
 def test_a_finished_run_is_skipped(finished, tmp_path):
     folder, common = finished
     code, commands, said = sweep("lr.sh", "--seeds", "1", *common)
@@ -200,6 +204,7 @@ def half_a_line(path: Path) -> None:
     path.write_text(path.read_text()[:-20])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "spoil, says",
     [
@@ -243,6 +248,7 @@ def test_a_damaged_run_is_left_alone(finished, tmp_path, config):
     assert code == LEAVE and f"damaged: {copy}/config.json cannot be read" in said
 
 
+@pytest.mark.integration
 def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path):
     """Its run is left alone, by name, and the sweep goes on."""
     folder, common = finished
@@ -255,6 +261,7 @@ def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path):
     assert f"skipped, damaged: {copy}/config.json cannot be read" in said
 
 
+@pytest.mark.integration
 def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     """Copied and edited, in any folder: its runs have names of their own and are not taken for those of grpo.py."""
     folder, common = finished
@@ -278,6 +285,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     assert code == 0 and commands == [] and f"skipped, finished: {renamed}" in said
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("text, says", [(None, "is not a script"), ("x = 1\n", "has no dataclass Args")])
 def test_what_is_no_training_script_is_refused(text, says, tmp_path):
     if text is not None:
@@ -286,6 +294,7 @@ def test_what_is_no_training_script_is_refused(text, says, tmp_path):
     assert code == 2 and commands == [] and says in said
 
 
+@pytest.mark.integration
 def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     """A folder whose config.json says something else than its name."""
     folder, common = finished
@@ -304,6 +313,7 @@ def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
 # ----------------------------------------------------------------------------------------- side by side, in one process
 
 
+@pytest.mark.integration
 def test_the_lines_of_a_sweep_are_its_runs(tmp_path):
     """The same runs as one after the other, also with arguments that a shell has to quote."""
     words = ["--seeds", "2", "--output_dir", tmp_path]
@@ -316,6 +326,7 @@ def test_the_lines_of_a_sweep_are_its_runs(tmp_path):
     assert runs == [flags.parse(grpo.Args, None, command[2:]) for command in commands] and len(runs) == 3
 
 
+@pytest.mark.integration
 def test_a_sweep_as_an_array_is_one_submission(finished):
     """Of the runs that are to be run, by RUN or by Slurm's line; what is finished is not in it."""
     _, common = finished
@@ -345,6 +356,7 @@ def test_a_line_break_is_no_argument_of_a_line():
     assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("real, decisive, all_runs", [(False, 50, 142), (True, 15, 15)])
 def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, tmp_path):
     """Every placement and gradient of a seed at a beta before another; nothing twice but what run_many.py skips."""

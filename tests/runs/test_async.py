@@ -287,6 +287,7 @@ def test_ask_collect_train_push(tiny, tmp_path, monkeypatch):
     assert events == [*first, "ask 3", "wait 3", "push", "wait eval", "push", "wait eval"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=SLOW)])
 def test_one_batch_ahead(tiny, tmp_path, script):
     """Every token of step s is of version max(1, s - 1); the prompts are those of the synchronous run; cap 2 is on."""
@@ -317,6 +318,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script, changes, after", RESUMED, ids=str)
 def test_a_run_that_samples_ahead_can_be_repeated_and_resumed(
     straight, tiny, tmp_path, monkeypatch, script, changes, after
@@ -389,6 +391,7 @@ def fail_at(monkeypatch, *prompts: int, how=None) -> list:
 FAILING = [("grpo", AHEAD), pytest.param("grpo", SMALL, marks=SLOW), pytest.param("ppo", AHEAD, marks=SLOW)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script, changes", FAILING, ids=["ahead", "synchronous", "ppo"])
 def test_a_run_whose_engine_fails_equals_the_straight_one(straight, tiny, tmp_path, monkeypatch, script, changes):
     """It fails in the middle of a training batch and of an evaluation; numbers, samples and weights are the same."""
@@ -400,6 +403,7 @@ def test_a_run_whose_engine_fails_equals_the_straight_one(straight, tiny, tmp_pa
     same(expected, folder_of(failing, script))
 
 
+@pytest.mark.integration
 def test_an_engine_that_hangs_is_built_again(straight, tiny, tmp_path, monkeypatch):
     expected = straight("grpo", AHEAD)
     hangs = threading.Event()

@@ -23,6 +23,7 @@ MODES = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "mode",
     [

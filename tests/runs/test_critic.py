@@ -56,6 +56,7 @@ def run(tiny, out, monkeypatch, **changes) -> tuple[Watched, list[dict], dict]:
     return watched, metrics, weights
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "setting, value, column",
     [
@@ -93,6 +94,7 @@ def test_deepspeed_is_told_of_the_same_device_for_policy_and_critic(tiny, tmp_pa
     assert sorted(told) == [(1e-3, torch.float32, False), (2e-3, torch.float32, False)]
 
 
+@pytest.mark.integration
 def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_path, monkeypatch):
     """4 optimizer steps, half of them warm-up: 1/3, 2/3; with 1 of its own, which the ratio does not lengthen, 1/2."""
     changes = {"warmup_steps": 0.5, "lr_scheduler_type": "constant"}
@@ -103,6 +105,7 @@ def test_the_warm_up_of_the_critic_is_the_policys_unless_it_has_one(tiny, tmp_pa
     assert [rate / 1e-3 for rate, *_ in own.steps["critic"]] == pytest.approx([1 / 2, 1, 1, 1])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("epochs, policy_epochs", [(3, 1), (1, 2)])
 def test_the_critic_has_epochs_of_its_own(tiny, tmp_path, monkeypatch, epochs, policy_epochs):
     """More than the policy, or fewer: each schedule runs over its own optimizer steps, to the same last fraction."""
@@ -137,6 +140,7 @@ def outputs(critic, samples) -> torch.Tensor:
     return found[:-1]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("value_norm, zero_stage", [("none", 2), ("running", 2), ("none", 3)])
 def test_the_trained_critic_is_a_model_that_transformers_loads(tiny, tmp_path, monkeypatch, value_norm, zero_stage):
     """Its logits are the values of the trained critic, in units of the return whatever --value_norm."""
@@ -164,6 +168,7 @@ def test_the_trained_critic_is_a_model_that_transformers_loads(tiny, tmp_path, m
     assert (normalizers[0].std != 1.0) == (value_norm == "running")
 
 
+@pytest.mark.integration
 def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     """--critic model_name_or_path=critic/ starts with its values, head included; a model without head starts near 0."""
     first = {"run_name": "first"}
@@ -199,6 +204,7 @@ def test_no_critic_is_saved_where_none_is_trained(tiny, tmp_path):
     assert (folder_of(args, "ppo") / "model").is_dir() and not (folder_of(args, "ppo") / "critic").exists()
 
 
+@pytest.mark.integration
 def test_an_extended_run_sets_the_earlier_critic_aside(tiny, tmp_path):
     """As model/: until the longer run has made its own, no folder claims to be its result."""
     run_here(tiny_args(tiny, tmp_path, "ppo", run_name="run", save_every=2, eval_prompts=0), "ppo")

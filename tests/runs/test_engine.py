@@ -105,6 +105,7 @@ def perturbed(model, seed: int):
     return other
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampler_and_trainer_agree(engine, temperature):
     push(engine, list(engine[2].state_dict().items()))
@@ -204,6 +205,7 @@ def test_a_kept_prefix_cache_is_an_error():
         push_weights(Stubborn(), [])
 
 
+@pytest.mark.integration
 def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
@@ -510,6 +512,7 @@ def check_refused_push(tmp_path) -> None:
     assert "experts" in str(error.value)
 
 
+@pytest.mark.integration
 def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model):
     """Before the weights are handed out, and before their arrival is acknowledged; nothing of it without a GPU."""
     calls = []

@@ -156,6 +156,7 @@ def call(place: Path, *words: str) -> str:
     return text
 
 
+@pytest.mark.integration
 def test_equal_to_the_number_in_the_run(run, tmp_path):
     """Same weights, same seed: the same token ids and the same numbers, from the files that the run left alone."""
     folder, seen, records = run
@@ -220,6 +221,7 @@ def edited(tiny, tmp_path_factory):
     return place / "run", place / "edited_grpo.py"
 
 
+@pytest.mark.integration
 def test_a_run_is_evaluated_by_the_script_that_trained_it(edited, tmp_path):
     """A copy's own engine, its own way to collect and its own flags: a tool that it calls would be missing else.
 
@@ -315,6 +317,7 @@ def test_a_run_with_eval_dataset_is_evaluated_on_it_or_on_other_data(with_eval_d
     assert end.value.code == 2 and "name what to evaluate on by --dataset" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_other_data(with_eval_dataset, tmp_path):
     """The first problems of a mixture, in order, each source with a row of its own, greedily."""
     folder = with_eval_dataset
@@ -350,6 +353,7 @@ def test_the_help_has_the_flags_of_an_evaluation_alone(run, capsys):
     assert with_run > shown and "beta" in with_run and with_run.isdisjoint(evaluate.TRAINING)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["grpo.py", "ppo.py", "scripts/evaluate.py"])
 def test_help_whose_reader_ends_early_is_no_error(name):
     """`--help | head -1`: nothing on standard error."""
@@ -358,6 +362,7 @@ def test_help_whose_reader_ends_early_is_no_error(name):
     assert "usage" in done.stdout and done.stderr == ""
 
 
+@pytest.mark.integration
 def test_refusals(tmp_path):
     spoiled = tmp_path / "spoiled"
     spoiled.mkdir()
@@ -398,6 +403,7 @@ def test_groups_are_replaced():
     assert measured["data/zero_std_frac"] == pytest.approx(2 / 7)
 
 
+@pytest.mark.integration
 def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
     """More groups that differ, and prompts in the order of the counter: what was drawn is drawn no second time."""
     drawn, inside = [], prompt_order.prompts_at
@@ -418,6 +424,7 @@ def test_dynamic_sampling_in_a_run(tiny, tmp_path, monkeypatch):
     assert ends[-1] == 16 + sum(m["data/dropped"] for m in many)
 
 
+@pytest.mark.integration
 def test_all_solved_does_not_go_on_for_ever(tiny, tmp_path):
     """Every group equal, whatever is drawn: the rounds end, the step is recorded, and nothing moves."""
     fn = f"{VERIFIERS}:always"

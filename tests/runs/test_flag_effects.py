@@ -107,6 +107,7 @@ def seen_here(tiny, tmp_path_factory):
 SAMPLE = ("weight_decay", "eval_samples")  # what was trained, what was written: the slow test tries every flag
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("flag", SAMPLE)
 def test_a_flag_is_seen_to_change_what_its_row_says(seen_here, flag):
     """The functions of the slow test, in this process and on the tests' own tiny model."""

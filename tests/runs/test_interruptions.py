@@ -86,6 +86,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("reader", ["dies", "sleeps", "has a full disk", "has no such letters", "has gone already"])
 def test_the_console_does_not_end_a_run(tmp_path, reader):
     """Ctrl-C on `python grpo.py 2>&1 | tee log` ends tee first; what else a print may meet; the signal is answered."""
@@ -440,6 +441,7 @@ def test_a_rank_that_waits_for_a_slower_one_is_not_stalled(tiny, tmp_path):
     assert "step 3/3" in finish(line, tmp_path / "log")
 
 
+@pytest.mark.integration
 def test_progress_of_any_rank_counts(monkeypatch):
     """One rank alone, by the store: no end while another beats, and the end soon after all have stopped."""
     import torch
@@ -461,6 +463,7 @@ def test_progress_of_any_rank_counts(monkeypatch):
     assert ends and "no progress on any rank for" in ends[0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("message", "failure", "lives", "error", "words"),
     [

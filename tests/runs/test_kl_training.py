@@ -46,6 +46,7 @@ def test_the_sequence_kl_is_that_of_sampled_sequences():
     assert abs(sums.mean() - found.item()) < 5 * sums.std() / sums.numel() ** 0.5
 
 
+@pytest.mark.integration
 def test_exact_ascent_finds_the_optimum_of_the_sequence_kl_only_from_the_reward():
     """E[R] - beta KL of the sequence is largest at ref exp(R / beta) / Z: k1 in the reward, summed to the end, goes
     there; a loss per token, which omits the KL of later tokens, ends elsewhere."""

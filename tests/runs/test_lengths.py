@@ -26,6 +26,7 @@ def test_steps_by_steps_episodes_and_epochs():
     assert flags.total_steps(Args(total_epochs=3), 100) == 37
 
 
+@pytest.mark.integration
 def test_an_epoch_draws_every_problem_once_and_the_run_is_then_finished(tiny, tmp_path, capsys):
     """8 problems after 4 held-out ones, 4 a step: two epochs are 4 steps, and three continue them with 2 more."""
     data = {"dataset": problems_file(tmp_path, 12), "log_samples": 16, "eval_prompts": 4}
@@ -42,6 +43,7 @@ def test_an_epoch_draws_every_problem_once_and_the_run_is_then_finished(tiny, tm
     assert "resuming after step 4" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 def test_episodes_are_rounded_down_with_a_message(tiny, tmp_path, capsys):
     metrics = run_here(tiny_args(tiny, tmp_path, total_episodes=47, eval_prompts=0))
     assert [m["episode"] for m in metrics] == [16, 32]
@@ -62,6 +64,7 @@ def test_a_warm_up_by_ratio_is_the_warm_up_of_as_many_steps(kind):
         assert rates != [utils.learning_rate(i, total, none) for i in range(total)]
 
 
+@pytest.mark.integration
 def test_the_warm_up_of_a_run_is_a_fraction_of_its_optimizer_steps(tiny, tmp_path):
     """2 steps of 2 optimizer steps: half of them warm up, by 1/3 and 2/3; the third has the peak."""
     changes = {"num_mini_batches": 2, "warmup_steps": 0.5, "lr_scheduler_type": "constant", "eval_prompts": 0}

@@ -79,6 +79,7 @@ def mismatch(model, samples: list[tuple]) -> float:
     return worst
 
 
+@pytest.mark.integration
 def test_the_engine_has_the_adapters_of_the_last_push(lora, engine, tiny):
     """Sampler and trainer agree after each of two pushes, in which only adapters travel; not with what was before."""
     inbox, outbox, args = engine
@@ -124,6 +125,7 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
     assert min(moved) > 1e-3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("change", "words"),
     [

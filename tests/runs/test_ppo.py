@@ -483,6 +483,7 @@ def test_disable_value_creates_no_critic_and_trains_on_the_reward_to_go(tiny, tm
     assert set(torch.cat(seen).tolist()) == {row["reward"] for row in rows} == {0.0, 1.0}
 
 
+@pytest.mark.integration
 def test_critic_warm_up_leaves_the_policy_bit_identical(tiny, tmp_path, monkeypatch):
     """And afterwards the policy begins its schedule from the start; the critic has learnt all along."""
     pushed = []
@@ -514,6 +515,7 @@ def plain_run(tiny, tmp_path_factory):
     return run_here(args, "ppo"), weights(args)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "changes",
     [
@@ -557,6 +559,7 @@ def test_the_critic_learns(tiny, tmp_path):
     assert metrics[-1]["loss/value"] < 0.5 * metrics[0]["loss/value"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dense, total", [("none", 1.0), ("sum", 1.5), ("difference", 1.0)])
 def test_dense_rewards_reach_the_advantages(tiny, tmp_path, monkeypatch, dense, total):
     seen, plain = [], ppo.gae
@@ -652,6 +655,7 @@ def test_values_of_all_ranks_are_summed(critic, monkeypatch):
     torch.testing.assert_close(ppo.values_of(critic, samples, cut, **shape)[0], 2 * values)
 
 
+@pytest.mark.integration
 def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_ppo(
         *(tiny, tmp_path),
@@ -713,11 +717,13 @@ def test_cut_responses_teach_the_critic_but_not_the_policy(tiny, tmp_path):
     assert stopped and all(m["optim/steps"] == 0 and m["value/grad_norm"] > 0 for m in stopped)
 
 
+@pytest.mark.integration
 def test_one_sample_a_prompt(tiny, tmp_path):
     args = tiny_ppo(tiny, tmp_path, num_samples_per_prompt_rollout=1, num_unique_prompts_rollout=16)
     assert [m["optim/steps"] for m in run_here(args, "ppo")] == [1, 1]
 
 
+@pytest.mark.integration
 def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
     """Wrong answers score 0 with some verifiers and -1 with others: no signal either way."""
     zero = {"verifier": "exact"}

@@ -101,6 +101,7 @@ def test_with_hints_half_of_the_prompts_show_an_answer_and_those_are_answered_ri
     assert 0.1 < sum(right[False]) / len(right[False]) < 0.5
 
 
+@pytest.mark.integration
 def test_one_seed_gives_one_model(tmp_path, monkeypatch):
     """Bit for bit; another seed gives another."""
     monkeypatch.setattr(tiny_bed, "JUDGED", 2)
@@ -112,6 +113,7 @@ def test_one_seed_gives_one_model(tmp_path, monkeypatch):
     assert weights[0] == weights[1] != weights[2]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("after", "saved"), [(1, 0), (3, 2), (5, 4), (7, 4), (8, 6)])
 def test_an_interrupted_training_continues_and_makes_the_same_model(tmp_path, monkeypatch, capsys, after, saved):
     """Interrupted in each phase, at a save, between saves, and while it is judged: equal bit for bit.

@@ -28,6 +28,7 @@ from helpers import (
 from safetensors.torch import load_file
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("rollout", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one(tiny, tmp_path, rollout):
     """An engine on each rank, its share of the prompts each: the same samples, loss and gradient as one rank."""
@@ -44,6 +45,7 @@ def test_two_ranks_equal_one(tiny, tmp_path, rollout):
         assert one.get("sampler/logprob_diff_max", 0) < 1e-4 > two.get("sampler/logprob_diff_max", 0)
 
 
+@pytest.mark.integration
 def test_one_process_where_two_were_asked_for(tiny, tmp_path):
     line = command(tiny, tmp_path, ranks=2, rollout="vllm", launcher=ACCELERATE_LAUNCH)
     where = line.index("--config_file")
@@ -64,6 +66,7 @@ print("torch._dynamo" in sys.modules)  # two seconds, for flex attention and eng
 """
 
 
+@pytest.mark.integration
 def test_import_starts_nothing(tmp_path):
     (tmp_path / "imports.py").write_text(IMPORTS.format(root=ROOT))
     done = subprocess.run([sys.executable, tmp_path / "imports.py"], capture_output=True, text=True, check=True)
@@ -82,6 +85,7 @@ def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
     assert "the verifier's own mistake" in text and "in raises" in text
 
 
+@pytest.mark.integration
 def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
     """No process waits for another, with no launcher to end them."""
     line = command(tiny, tmp_path, "--verifier", f"{VERIFIERS}:raises")
@@ -91,6 +95,7 @@ def test_a_raising_verifier_ends_every_rank(tiny, tmp_path):
     assert not left, "processes are left"
 
 
+@pytest.mark.integration
 def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
     """DeepSpeed loads compiled code next to a lock file that would block forever: a run compiles nothing."""
     lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"
@@ -127,6 +132,7 @@ if __name__ == "__main__":  # the reward workers import this file
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("action, ranks, word", [
     ("dies", 2, "the engine broke on purpose"),
     pytest.param("lambda *a: sys.exit(3)", 1, "SystemExit", marks=pytest.mark.slow),

@@ -75,6 +75,7 @@ def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
     assert (second["loss/kl"] != 0) == (placement in ("loss", "both"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("norm, estimator", [("after_norm", "k1"), ("after_norm", "k3"), ("before_norm", "k1")])
 def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatch, norm, estimator):
     """The loss gets the task's advantage minus, for each token, beta times the KL that follows it."""
@@ -117,6 +118,7 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
     assert min(ends) < 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path, monkeypatch, script):
     """The engine keeps its first weights; the penalty comes from recomputed log-probs, not from the sampler's."""
@@ -156,6 +158,7 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
     assert task - advantages.sum().item() == pytest.approx(penalty, abs=1e-3)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp_path, monkeypatch, script):
     """The loss has 0.3 times k2, and the advantages have lost 0.5 times k1 to go."""
@@ -198,6 +201,7 @@ def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp
     assert first["kl/reward"] == 0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, script):
     """By the KL of the rollout before the update, of all responses, also those that the loss leaves out."""
@@ -227,6 +231,7 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
     assert metrics[2]["kl/reward"] != 0 and max(lengths) <= 8
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, script):
     """Command lines with one --beta mean what they meant: bit for bit the run that names both."""
@@ -239,6 +244,7 @@ def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, s
     assert record(folder_of(one, script)) == record(folder_of(two, script))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, script):
     """--load_ref_policy logs what a coefficient of next to nothing would, and moves nothing, whatever the estimator."""
@@ -257,6 +263,7 @@ def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, scrip
     assert metrics["loss/policy"] == pytest.approx(without["loss/policy"], abs=1e-5)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_measuring_the_kl_changes_no_weight(tiny, tmp_path, script):
     """Also where mini-batches have no gradient: AdamW's momentum moves the weights in all of these runs, or in none."""
@@ -278,6 +285,7 @@ def test_measuring_the_kl_changes_no_weight(tiny, tmp_path, script):
         assert apart < 0.01 * moved
 
 
+@pytest.mark.integration
 def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):
     """The engine keeps its first weights, so ratios leave a narrow mask; a token outside of it moves nothing."""
     plain_push, pushes = grpo.Engine.push, itertools.count()
@@ -289,6 +297,7 @@ def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):
     assert "sampler/masked_frac" not in run_here(tiny_args(tiny, tmp_path, total_steps=1, **common))[0]
 
 
+@pytest.mark.integration
 def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp_path, monkeypatch):
     """Left out of the loss, not out of the group: with a KL of 0 they would look better than they are."""
     stops = pretrained.stop_token_ids
@@ -352,6 +361,7 @@ def test_a_fresh_step(tiny, tmp_path):
     assert second["kl/abs"] > 0
 
 
+@pytest.mark.integration
 def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path, monkeypatch):
     """kl/full of every sample equals what the estimator full has in the loss, and k1 and k3 scatter around it."""
     changes = {"beta": 0.1, "kl_estimator": "full", "learning_rate": 1e-2, "eval_prompts": 0}
@@ -366,6 +376,7 @@ def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path,
     assert second["policy/approx_kl_max"] == 0, "one optimizer step"
 
 
+@pytest.mark.integration
 def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):
     """The policy, the sampler's copy, and a third model only where the KL is used."""
     loaded, load = [], pretrained.load_model
@@ -376,6 +387,7 @@ def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):
         assert len(loaded) == expected and ("kl/k1" in m) == (expected == 3)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "shape", [{"num_mini_batches": 2}, {"num_epochs": 3}, {"num_mini_batches": 4, "num_epochs": 2}]
 )
@@ -393,6 +405,7 @@ def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
         assert m["optim/lr"] == pytest.approx(utils.learning_rate(step * updates - 1, 3 * updates, args), rel=1e-12)
 
 
+@pytest.mark.integration
 def test_many_switches_at_once(tiny, tmp_path):
     args = tiny_args(
         *(tiny, tmp_path),
@@ -441,6 +454,7 @@ def stage_2(tiny, tmp_path_factory):
     return run_here(args), final_weights(args)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "changes",
     [
@@ -488,6 +502,7 @@ def test_a_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch)
     assert all(w.isfinite().all() for w in after_second)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch, stage):
     """The loss is finite, its gradient is not (the root of 0): nothing is applied, in any stage."""
@@ -506,6 +521,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypa
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch):
     """Time after a step's record, for a checkpoint above all, counts to the next step; nothing counts twice."""
@@ -524,6 +540,7 @@ def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch
         assert sum(m[f"time/{phase}"] for phase in ("generate", "score", "logprobs", "update")) <= m["time/step"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_step_gives_freed_memory_back(script, tiny, tmp_path, monkeypatch):
     """Gaps between tensors would pile up: 5 GiB in 24 steps of a model of 135M parameters."""
@@ -616,6 +633,7 @@ def test_groups_of_equal_reward(tiny, tmp_path):
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
 
 
+@pytest.mark.integration
 def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypatch):
     plain = grpo.token_loss
 
@@ -632,6 +650,7 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypa
     assert [m["optim/skipped"] for m in read_jsonl(folder / "metrics.jsonl")] == [1] * 9
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("limit, ends", [(0.1, True), (0.0, False)])
 def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, monkeypatch, limit, ends):
     """Before a step is applied; with the check off the same run goes through."""

@@ -58,6 +58,7 @@ def test_a_forked_run_is_the_run_of_the_command(tiny, tmp_path):
         assert ours["code"] == theirs["code"] and ours["versions"] == theirs["versions"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "script, lines, says",
     [
@@ -89,6 +90,7 @@ lanes.wait()
 """
 
 
+@pytest.mark.integration
 def test_the_end_of_a_child_that_is_no_run_is_passed_over():
     """A shell that becomes this program leaves it the process that writes the lines."""
     done = subprocess.run([sys.executable, "-c", INHERITED], cwd=ROOT, capture_output=True, text=True, timeout=60)

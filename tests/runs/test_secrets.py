@@ -151,6 +151,7 @@ def judged(tmp_path, monkeypatch):
     identity._digests.cache_clear()
 
 
+@pytest.mark.integration
 def test_a_run_leaves_no_secret(tiny, tmp_path, planted, judged, monkeypatch, capfd):
     """Nine secrets in the environment, in flags, in .netrc and in the git remote; wandb, a checkpoint, a failing judge.
 

@@ -75,6 +75,7 @@ def test_all_but_the_moments_has_left(tmp_path, dtype, trainer):
 RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate": 1e-3, "total_steps": 3}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "script, changes",
     [
@@ -103,6 +104,7 @@ def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, 
     assert states and not any(states)
 
 
+@pytest.mark.integration
 def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch):
     """From before the first push on: all kinds of states have left in each generation, and never without the flag."""
     import grpo

@@ -131,6 +131,7 @@ def test_the_page_has_the_flags_of_every_variant(modules):
         assert f"| `{name}` |{cells}\n" in page
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_variant_runs_where_it_lies_by_the_line_it_gives(name, tmp_path):
     """From any folder: its own is not the project's, whose modules it imports."""
@@ -269,6 +270,7 @@ def test_distill_refuses_a_kl_in_rewards_that_it_does_not_learn_from(modules, ti
     assert "--kl_reward_norm before_norm adds the KL to a reward that is not trained on" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_distill_learns_from_a_policy_that_does_not_end_its_answers(modules, tiny, tmp_path):
     """A base model's answers are all truncated at first: with the variant's own default they are learned from."""
     mask = modules["distill"].Args().mask_truncated_completions
@@ -341,6 +343,7 @@ def test_sdpo_reads_a_column_that_every_row_has_and_fills_in_the_hint_once(modul
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["opsd", "sdpo"])
 def test_a_teacher_s_prompt_has_the_tools_and_the_observation_of_the_student_s(modules, tiny, name):
     """The template writes the tools of a teacher's prompt, and the text of ``reset`` stays text in it."""
@@ -614,6 +617,7 @@ def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     assert [m["optim/steps"] for m in metrics] == [2, 2]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", STALE)
 def test_a_variant_for_stale_samples_trains_on_them(modules, name, tiny, tmp_path):
     """From the second step on no sample is of the weights that are trained."""

@@ -82,6 +82,7 @@ def difference(model, samples) -> float:
     return max((logprobs_of(model, ids, len(own)) - own).abs().max().item() for ids, own in samples)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", KINDS)
 def test_engine_and_trainer_agree_and_the_trainer_is_left_as_it_was(tmp_path, name):
     """Before and after a training step, to 1e-4 nats; a reference that is loaded later computes what the policy did."""

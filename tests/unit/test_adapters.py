@@ -90,6 +90,7 @@ def test_an_episode_is_played_in_the_other_python(player):
     assert episode.worker is None
 
 
+@pytest.mark.integration
 def test_what_ends_or_hangs_there_costs_its_episode_an_observation_and_leaves_nothing(player):
     player.args.call_timeout = 60.0
     left = player.play("a", "leave", "b", "end")
@@ -120,6 +121,7 @@ def test_each_episode_has_a_process_there_and_the_library_is_loaded_once(player)
     assert len(in_the_other_python(player)) == 4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("variables", "words"),
     [

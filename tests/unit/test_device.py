@@ -130,6 +130,7 @@ def test_cpus_do_not_train_in_fp16(capsys):
     assert stop.value.code == 2 and "--dtype float16 needs a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(torch.cuda.is_available(), reason="makes a CPU out to be one of DeepSpeed's devices for fp16")
 def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
     """DeepSpeed's own scaling, here on a CPU: gradients as in fp32, a step that is dropped leaves the scale alone."""
@@ -421,6 +422,7 @@ def test_the_weights_of_a_push_are_counted(tiny, tmp_path, tiny_model):
         assert step["perf/push_gib_per_second"] > 0
 
 
+@pytest.mark.integration
 def test_zero_3_gathers_in_buckets(tiny, tmp_path, monkeypatch):
     """Three buckets at least, none of which has all; the run is that of a push that gathers the whole model at once."""
     gathered = []

@@ -80,6 +80,7 @@ def remote(tmp_path) -> str:
     return f"{tmp_path / 'remote.py'}:remote"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "does",
     [[], [503], [500, 502], [429], ["hangs"], ["closes", "hangs"], ["half"], ["short"]],
@@ -92,6 +93,7 @@ def test_a_remote_verifier_tries_again(service, remote, does):
     assert service.attempts == ["4"] * (len(does) + 1) + ["5"] * (len(does) + 1)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("does", "attempts"), [([400], 1), ([503, 503, 503], 3), (["hangs"] * 3, 3)], ids=str)
 def test_a_remote_verifier_gives_up(service, remote, does, attempts):
     """After three attempts, or at once where the request itself is rejected; it names the address and the reason."""
@@ -125,6 +127,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.integration
 def test_the_service_of_the_page(tmp_path, monkeypatch, remote):
     """Both programs of the page, each in processes of its own: right, wrong and endless code."""
     if why := sandbox.namespaces_refused():

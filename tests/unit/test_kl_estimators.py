@@ -296,6 +296,7 @@ def test_reward_takes_no_gradient_and_needs_k1_to_rise_with_d():
     assert (kl.kl_reward(d, 0 * d, mask, estimator="k1")[d < 0] < 0).all()
 
 
+@pytest.mark.integration
 def test_gradient_flow_without_a_task_reward():
     """Descend each expected gradient from 8 starts near a reference: some terms find it, some leave."""
 

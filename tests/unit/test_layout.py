@@ -25,6 +25,7 @@ def copy(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.integration
 def test_packages_keep_their_levels_and_budgets():
     """Imports go down only, stand at the top of a file, and form no cycle; no package is over its line budget."""
     assert shape.layout_errors() == []
@@ -131,6 +132,7 @@ def test_every_program_finds_its_modules_by_itself():
     assert len(programs) > 20 and lost == {}
 
 
+@pytest.mark.integration
 def test_each_test_file_can_be_run_alone():
     """Helpers shared between directories are in tests/: a test file of another directory is found only by luck."""
     for path in (ROOT / "tests").rglob("test_*.py"):

@@ -220,6 +220,7 @@ def test_pool_returns_in_the_order_of_the_questions(pool):
     assert verify(pool, f"{MINE}:parity", "abc") == Reward(1.0, {"correct": 1.0})
 
 
+@pytest.mark.integration
 def test_pool_kills_what_hangs(pool):
     start = time.perf_counter()
     hanging = pool.submit(f"{MINE}:hangs", "x", "x", {})
@@ -250,6 +251,7 @@ def test_signals_to_all_processes_leave_the_workers_alone(pool):
     assert psutil.Process(pool.nursery.process.pid).children() == workers
 
 
+@pytest.mark.integration
 def test_pool_starts_again():
     """A worker that dies before pebble read that it took a task breaks the pool; the samples under way are not lost."""
     pool = RewardPool(1, 20.0)
@@ -274,6 +276,7 @@ def test_a_pool_that_is_closed_while_it_starts_leaves_nothing(monkeypatch):
     assert not pool.starting.is_alive() and not pool.nursery.process.is_alive()
 
 
+@pytest.mark.integration
 def test_pool_outlives_its_nursery():
     """The out-of-memory killer may take any process: its workers end with it, and all start again."""
     pool = RewardPool(2, 20.0)
@@ -322,6 +325,7 @@ def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, ver
     assert sandbox.allow_unsafe, "--allow_unsafe_code_exec reaches the process that runs code"
 
 
+@pytest.mark.integration
 def test_workers_draw_random_numbers_of_their_own():
     """Forks have the generators of the one process: nothing that it imports may have made NumPy's."""
     pool = RewardPool(2, 20.0, ("math", "reasoning_gym"))
@@ -476,6 +480,7 @@ def test_a_fork_of_a_verifier_does_not_answer_for_it():
     pool.close()
 
 
+@pytest.mark.integration
 def test_an_alarm_of_one_verification_does_not_strike_the_next():
     """The usual time limit of home-made verifiers; what raises before it is taken back leaves it."""
     pool = RewardPool(1, 20.0)
@@ -501,6 +506,7 @@ STARTED = {"child": 1000.25, "a session": 1000.5, "orphan": 1000.75, "daemon": 1
 END = {"hangs": "timeout", "dies": "crash", "": "ok"}
 
 
+@pytest.mark.integration
 def test_what_a_verifier_started_ends_with_it():
     """A compiler, a prover, a browser: at the time-out, when the verifier dies, and at the latest with the pool."""
     pool = RewardPool(len(STARTED), 1.0)
@@ -519,6 +525,7 @@ def test_what_a_verifier_started_ends_with_it():
     assert [kind for kind, mark in marks.items() if not gone(mark)] == []
 
 
+@pytest.mark.integration
 def test_what_one_verifier_started_outlives_the_end_of_another():
     """A daemon that a worker started is not taken for what a dead one left."""
     mark = f"{2000.25 + os.getpid()}"
@@ -550,6 +557,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.integration
 def test_what_a_verifier_started_ends_with_a_run_that_is_killed(tmp_path):
     """By SIGKILL, which the run cannot answer: the nursery sees it."""
     marks = {kind: f"{number + 0.1 + os.getpid()}" for kind, number in STARTED.items()}
@@ -624,6 +632,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.integration
 def test_an_edit_is_for_the_next_run(tmp_path):
     """Of the user's file, of rewards.py and of the sandbox: no sample is scored by it, whatever became of workers.
 
@@ -648,6 +657,7 @@ def problem(verifier: str) -> Problem:
     return Problem([], "7", verifier, {"row": 1})
 
 
+@pytest.mark.integration
 def test_own_verifiers_are_tried_at_the_start(pool):
     """On the first problem's truth, by the workers: what is wrong is said before anything is sampled."""
     wrong = pool.check([problem("exact"), problem(f"{MINE}:parity"), problem(f"{MINE}:raises")])
@@ -696,6 +706,7 @@ def test_pool_limits_memory(pool):
     assert works(pool)
 
 
+@pytest.mark.integration
 def test_first_of_each_kind_is_shown_once(pool, capsys):
     pool.shown.clear()
     for _ in range(2):
@@ -940,6 +951,7 @@ def test_controls_are_shaped_as_the_reward_is():
     assert [sample.reward for sample in samples] == [1.0, 1.0, -1.0, 1.0, 1.0, -1.0]
 
 
+@pytest.mark.integration
 def test_the_random_control_says_nothing_of_who_was_right():
     """The rewards of the batch, shuffled: the same each time, and over many batches right ones have no more of them.
 

@@ -35,6 +35,7 @@ def imported(response, truth, row):
 """
 
 
+@pytest.mark.integration
 def test_a_verifier_process_does_not_import_the_script(tmp_path):
     """It has rewards.py and the verifier's own file, and neither the script, whatever that imports, nor torch."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -754,6 +754,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", COMMANDS)
 def test_exit_code_and_time(case, place):
     flags, words = COMMANDS[case]
@@ -791,6 +792,7 @@ def imported(err: str) -> set[str]:
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "accelerate", "datasets", "reasoning_gym"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("words", [("--help",), ("--beta", "-1"), ("--dataset", "nowhere.jsonl")], ids=" ".join)
 def test_help_and_refusals_come_before_the_slow_imports(words):
     code, out, err, seconds = call(*script("-X", "importtime", "grpo.py", *words))
@@ -802,6 +804,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         assert seconds < 3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
@@ -908,6 +911,7 @@ experiment_name=code trial_name=a wandb.project=x check_xml_format=False mask_to
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script, line, expected", [
     (grpo.Args, THREAD, "--num_unique_prompts_rollout 48 --num_samples_per_prompt_rollout 16"),
     (ppo.Args, TINYZERO, "--preset tinyzero"),
@@ -1021,6 +1025,7 @@ ACCEPTED = [  # an old command line, and what it is now
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("words, now", ACCEPTED, ids=lambda value: " ".join(value))
 def test_a_removed_flag_that_changes_no_result_is_a_warning_line(words, now, monkeypatch, capsys):
     """One line for each, on the first rank of a node; the arguments are those of the command line of today."""

@@ -180,6 +180,7 @@ def needs() -> dict[str, tuple[int, int, str]]:
     return {name: (int(gpus), int(size), peak) for name, gpus, size, peak in rows}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("heading", blocks())
 def test_a_command_line_of_the_page_fits_its_gpus(heading, tmp_path):
     """Its predicted peak, of the model in its real size, is below nine tenths of the card, and as the page says it."""
@@ -237,6 +238,7 @@ def test_the_reward_file_of_the_page_pays_a_tenth_for_the_form(place, monkeypatc
 FAST = ("verl: PPO on GSM8K", "GSM8K with eight GPUs: GRPO")  # a migration, and a job of several ranks
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("heading", [pytest.param(h, marks=[] if h in FAST else pytest.mark.slow) for h in blocks()])
 def test_a_command_line_of_the_page_passes_a_dry_run(heading, place, monkeypatch, capsys):
     """Submitted where it is, then checked and shown by the script itself as on as many GPUs."""

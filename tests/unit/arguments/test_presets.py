@@ -129,6 +129,7 @@ def test_names_of_runs_and_their_folders(tmp_path):
     assert name(parse("grpo", "--preset", "trl", "--seed", "3")) == "grpo__preset=trl__seed=3"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script, name", PAIRS)
 def test_the_start_says_what_is_set_what_was_given_and_what_differs(script, name, tiny, tmp_path, capsys):
     words = ["--dry_run", "--preset", name, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
@@ -235,6 +236,7 @@ def test_without_a_preset_the_start_says_nothing_of_it():
     assert presets.explain(grpo.Args()) == []
 
 
+@pytest.mark.integration
 def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, monkeypatch):
     """config.json has the name; the same words resume and find the run finished; without --preset it is another run."""
     words = ["--preset", "verl", "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]

@@ -105,12 +105,14 @@ QUICK = ["ab", "arc_agi", "chain_sum", "composite", "graph_color", "intermediate
 QUICK += ["propositional_logic", "rearc", "rubiks_cube", "spell_backward", "time_intervals"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", QUICK)
 def test_the_answer_of_a_data_set_scores_one_and_another_does_not(name, here):
     rows, right, _, wrong = counts(name)
     assert (right, wrong) == (rows, 0)
 
 
+@pytest.mark.integration
 def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here(plain_printed_rows):
     """And those of the fork that other tests ask."""
     rows, right, _, wrong = counts("composite")
@@ -157,6 +159,7 @@ def rows_of_another_process(source: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.integration
 def test_every_process_has_the_same_problems():
     """Else ranks would train on different problems, and a run that was stopped would find others than its own.
 
@@ -280,6 +283,7 @@ ODD = [
 ]
 
 
+@pytest.mark.integration
 def test_no_answer_ends_a_run_in_the_data_sets_where_one_did(here):
     pool = RewardPool(1, 10.0, ("reasoning_gym",))
     jobs = []

@@ -188,6 +188,7 @@ print(len(problem_set.read_problems(sys.argv[2], Args(), check)))
 """
 
 
+@pytest.mark.integration
 def test_two_processes_that_start_at_once_share_the_work(tmp_path):
     """Ranks, or two runs on a new file: one checks the rows, the other waits and reads; the library locks no map."""
     source = write(tmp_path / "a.jsonl", rows(60))
@@ -199,6 +200,7 @@ def test_two_processes_that_start_at_once_share_the_work(tmp_path):
     assert len(log.read_text()) == 60
 
 
+@pytest.mark.integration
 def test_a_hub_data_set_without_network(tmp_path):
     """The client retries for 23 seconds before it gives up; here one question says that the hub does not answer."""
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
@@ -288,6 +290,7 @@ def test_csv_cells_stay_what_the_file_says(tmp_path, case):
     assert found[0].row == {"question": "0", "answer": text}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("lines", "cells"), [(16, 15_000), (40_000, 50), (2_000_000, 2)])
 def test_csv_cells_of_many_lines(tmp_path, lines, cells):
     """The reader takes a file in blocks of a megabyte unless told otherwise, and lines for rows at their borders."""
@@ -347,6 +350,7 @@ def test_columns_of_bytes(tmp_path, capsys, monkeypatch, large):
     assert "row 4 has a 'question' that is not UTF-8 text" in message and "b'" not in message
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("turned", [False, True])
 def test_files_whose_columns_differ(tmp_path, monkeypatch, turned):
     """verl's GSM8K and MATH have other fields in extra_info; which one comes first decides nothing."""
@@ -879,6 +883,7 @@ DATED = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", DATED)
 @pytest.mark.parametrize("large", [False, True])
 def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, case, large):
@@ -1209,6 +1214,7 @@ def test_rows_of_code_that_nobody_could_check_are_checked_elsewhere(tmp_path, ca
     assert "1 of 12 rows" in (said := refusal(capsys, args)) and "its own solution, in column solution" in said
 
 
+@pytest.mark.integration
 def test_many_rows_come_from_the_cache(tmp_path, cache, monkeypatch, capsys):
     """The same problems and the same complaint as without it; a changed file, argument or verifier is another key."""
     content = [

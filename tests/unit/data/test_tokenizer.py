@@ -28,6 +28,7 @@ def data_of(folder: Path) -> str:
     return json.loads((folder / "config.json").read_text())["data"]
 
 
+@pytest.mark.integration
 def test_a_run_takes_tokens_and_template_from_it(tiny, tmp_path, apart):
     """From another folder the same tokenizer gives the same run, and another template other prompts."""
     model, tokenizer = apart

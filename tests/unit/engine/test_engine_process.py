@@ -159,6 +159,7 @@ def test_the_place_of_a_tensors_device_is_the_one_that_is_replaced():
 # --------------------------------------------------------------------------------------------------------- the process
 
 
+@pytest.mark.integration
 def test_a_conversation(monkeypatch):
     """Messages come in order and whole; signals of a run leave the process alone; at its end nothing is left over."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
@@ -187,6 +188,7 @@ def test_a_conversation(monkeypatch):
     assert talk.outbox.empty() and left() == before
 
 
+@pytest.mark.integration
 def test_a_process_that_is_killed_or_ends_by_itself_is_an_error():
     """And the thread that sends to it ends, with the weights that it holds."""
     before = threading.active_count()
@@ -201,6 +203,7 @@ def test_a_process_that_is_killed_or_ends_by_itself_is_an_error():
     assert threading.active_count() == before
 
 
+@pytest.mark.integration
 def test_what_the_thread_raises_is_told_with_its_traceback():
     talk = Talk()
     kind, error = talk.ask("raise")
@@ -219,6 +222,7 @@ def test_a_process_that_hangs_is_killed_when_another_takes_its_place():
     talk.ended(within=5)
 
 
+@pytest.mark.integration
 def test_code_that_has_changed_since_the_run_began_is_not_run():
     code = engine_process.workers.loaded_code() | {Path(engine_process.__file__): "of another day"}
     kind, error = Talk(code=code).first

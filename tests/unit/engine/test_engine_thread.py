@@ -236,6 +236,7 @@ def test_the_engines_thread_does_not_keep_a_process_alive(script):
     leave.set()
 
 
+@pytest.mark.integration
 @SCRIPTS
 @pytest.mark.parametrize("asked", ["off", "engine"])
 def test_an_engine_sleeps_before_the_first_push_and_in_every_update(tiny, tmp_path, monkeypatch, script, asked):
@@ -565,6 +566,7 @@ print(found[0] / found[1])
 """
 
 
+@pytest.mark.integration
 def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
     """100 calls that leave Python's lock for 0.1 ms, next to a thread that computes: as an engine next to the trainer.
 

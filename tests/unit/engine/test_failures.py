@@ -186,6 +186,7 @@ def test_pushes_that_fail_in_other_ways_are_tried_again(watch):
     assert thread.built == 3 and engine.acknowledged == engine.version == 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("mapped", [True, False])

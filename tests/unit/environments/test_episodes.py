@@ -67,6 +67,7 @@ TOLD = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", TOLD)
 def test_whatever_a_tool_does_the_model_is_told_and_the_episode_goes_on(player, name):
     """Before and after, the object counts: it is made again with what went before, where its process was killed."""
@@ -108,6 +109,7 @@ def test_the_other_episodes_go_on_while_one_hangs(player):
     assert observations(second) == ["1"]
 
 
+@pytest.mark.integration
 def test_an_answer_is_taken_after_so_many_steps_however_fast_it_came(player):
     one = player("Tools", lag=5)
     episode = one.begin()
@@ -116,6 +118,7 @@ def test_an_answer_is_taken_after_so_many_steps_however_fast_it_came(player):
     assert [len(list(one.episodes.due(idle=False))) for _ in range(6)] == [0, 0, 0, 0, 1, 0]
 
 
+@pytest.mark.integration
 def test_what_nothing_else_runs_beside_is_taken_at_once(player):
     """All that wait, in the order in which their turns ended; how long the tools take decides nothing."""
     one = player("Late", lag=100)
@@ -230,6 +233,7 @@ def seconds(one: Player, lengths: list[list[int]], step: float, tool: float) -> 
     return clock
 
 
+@pytest.mark.integration
 def test_slow_tools_do_not_stall_the_engine_and_fast_ones_gain(player):
     """Against turn-synchronous, which a lag is that no turn reaches."""
     lags = {"8": 8, "32": 32, "128": TURN_LAG, "512": 512, "turn-synchronous": 10**9}
@@ -348,6 +352,7 @@ def test_the_rewards_of_turns_are_part_of_the_reward_and_stand_where_their_turns
     assert (found.score, found.status, [value for _, value in found.steps]) == (13.0, "ok", [3.0, 3.0])
 
 
+@pytest.mark.integration
 def test_rewards_of_turns_alone_are_a_reward(player, tiny):
     args = arguments(tiny, "OnlyPaid")
     episodes.check(args)
@@ -386,6 +391,7 @@ def test_every_turn_has_a_seed_of_its_own(player):
     assert seeds[0] == 7 and len(set(seeds)) == 3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -485,6 +491,7 @@ def asked(tiny, name: str, rows: list[dict], **more) -> list[Problem]:
     return problems
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("how", ["random", "numpy imported late", "module", "counter"])
 def test_the_game_in_the_prompt_is_the_game_that_is_played(player, tiny, how):
     """Also in a new nursery, as another rank or a new engine has: a number that the prompt says earns the reward."""
@@ -538,6 +545,7 @@ def test_an_outcome_that_ends_the_run_is_raised_where_samples_arrive():
         client.Engine.take(engine, "sample")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("turns", [1, 2])
 def test_an_answer_that_has_come_is_no_time_out(player, turns):
     """The engine's thread was away for longer than all limits, in the first turn (two messages) and in a later one."""
@@ -552,6 +560,7 @@ def test_an_answer_that_has_come_is_no_time_out(player, turns):
     assert all(turn["failures"] == 0 for turn in episode.turns if turn["role"] != "assistant")
 
 
+@pytest.mark.integration
 def test_a_process_that_was_stopped_with_the_run_gets_its_time(player):
     """SIGSTOP of all: nothing has come when the thread is back, and the tool had no time either."""
     one = player("Late", call_timeout=1.0)
@@ -568,6 +577,7 @@ def test_a_process_that_was_stopped_with_the_run_gets_its_time(player):
     assert observations(episode) == ["No, not at try 1."]
 
 
+@pytest.mark.integration
 def test_a_call_is_measured_in_its_own_process(player):
     """A call that took too long is a time-out although its answer lies there, also where the thread was away."""
     one = player("Late", call_timeout=0.3)
@@ -605,6 +615,7 @@ def test_an_observation_without_special_tokens_is_tokenized_as_before(player):
         assert chat.glue([("", text)], -1) == chat.tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("wrong", ["turn", "get_reward", "get_turn_reward"])
 def test_an_environment_that_raises_in_every_episode_ends_the_run(player, wrong):
     """As a verifier does: after MANY of the first MANY, with the traceback; not if one of them has not raised."""
@@ -630,6 +641,7 @@ def test_one_event_loop_serves_an_object(player):
     assert observations(player("Echo", max_turns=3).play("one", "two", "three")) == ["ONE", "TWO", "THREE"]
 
 
+@pytest.mark.integration
 def test_an_object_without_text_is_an_error_that_repeats(player):
     """An address would be another one in every run. A classmethod is a tool."""
     episode = player("NoText").play(call("thing"), call("things"), call("number"), "done")

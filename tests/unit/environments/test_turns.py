@@ -101,6 +101,7 @@ def gradient(model, loss: torch.Tensor) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.integration
 @LAYOUTS
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_gradient_is_that_of_the_model_s_tokens_in_their_context(episodes, layout, ranks, tiny_model):
@@ -214,6 +215,7 @@ def test_versions_are_the_model_s_tokens(episodes):
     assert sample.token_versions().tolist() == [3] * (sample.length - 1) + [4]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_run_s_numbers_are_of_the_model_s_tokens(name, tiny, tmp_path, monkeypatch, tiny_model):
     """Lengths, entropy, log-prob differences, sequence KL, the batch; observations are put into its samples."""

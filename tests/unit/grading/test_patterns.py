@@ -164,6 +164,7 @@ def test_the_expressions_are_found():
     assert len(FOUND) > 100 and sum(name.startswith(tuple(WHOLE)) for name in FOUND) == len(WHOLE)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("where", FOUND)
 def test_no_text_stalls_an_expression(where):
     """Exponential and cubic time anywhere, and quadratic time on whole responses, which have no bound."""
@@ -173,6 +174,7 @@ def test_no_text_stalls_an_expression(where):
     assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"
 
 
+@pytest.mark.integration
 def test_an_exponential_expression_would_be_found():
     """The one that read the words after a number, and took ten seconds for a sentence."""
     words = r"(?<=[0-9}])(?:\\?\s|\\,|~)*((?:[A-Za-z]+\.?(?:(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?|\s*/)\s*)+)$"
@@ -197,6 +199,7 @@ def test_ordinary_english_after_a_number_takes_no_time(text, verifier):
     assert time.process_time() - begun < 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "text",
     [

@@ -46,6 +46,7 @@ def test_gsm8k_golds():
     assert [r for r in rows if rewards.truth_error("gsm8k", r["answer"], r)] == []
 
 
+@pytest.mark.integration
 def test_math_gold_pairs():
     rows = read_jsonl(real("math500_gold_pairs.jsonl"))
     assert len(rows) == 992 and 400 < sum(r["label"] for r in rows) < 600
@@ -83,6 +84,7 @@ def test_the_families_are_those_that_the_page_compares():
     assert set(names) <= set(FAMILIES)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_wrong_answer_of_a_family_is_right(family):
     wrong = [pair for pair in FAMILIES[family] if not pair["label"]]
@@ -140,6 +142,7 @@ def test_what_the_parser_gets_is_the_text_as_it_is(monkeypatch, truth, response)
     assert seen == [truth, f"{response}+0"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("constant", ["1=2", "0=0", "x=x", "0.0", "0", "\\emptyset", "\\{\\}", "\\infty", "nan", "1<2"])
 def test_no_constant_is_right_for_many_truths(constant):
     """A policy finds what a grader takes for anything."""

@@ -174,6 +174,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_seen_and_passed_over(stopped, tmp_path, capsys, name):
     """The checkpoint before is taken, with the reason; for two kinds of damage the run then goes to its end."""
@@ -223,6 +224,7 @@ def test_more_steps_for_a_run_that_kept_no_checkpoint(stopped, tmp_path, capsys)
     assert "holds 3 steps of this run, which ended" in message and "--overwrite" in message and "/model" in message
 
 
+@pytest.mark.integration
 def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
     """A line more in the file, and other rows are held out: nothing goes on, and nothing is lost."""
     rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(40)]
@@ -319,6 +321,7 @@ def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
     mine.release()
 
 
+@pytest.mark.integration
 def test_alone_waits_and_says_so(tmp_path, capsys):
     """Two threads as two processes: the second waits for the first, and names the lock."""
     order = []
@@ -390,6 +393,7 @@ def test_lines_that_are_no_json_stay(tmp_path):
 # ------------------------------------------------------------------------------------------- keeping, saving, disk full
 
 
+@pytest.mark.integration
 def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
     scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, logger.RunLog.evaluation
@@ -407,6 +411,7 @@ def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     assert len(directory.saved_steps(folder_of(tiny_args(tiny, tmp_path / "all", **SMALL)))) == 4
 
 
+@pytest.mark.integration
 def test_save_minutes(tiny, tmp_path):
     """A run with the default, half an hour, saves none: below."""
     args = tiny_args(tiny, tmp_path, **SMALL, save_minutes=1e-6)
@@ -416,6 +421,7 @@ def test_save_minutes(tiny, tmp_path):
     )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "restart, changes, during, after",
     [
@@ -446,6 +452,7 @@ def test_the_last_step_is_saved_before_the_last_evaluation(
     assert [step for step, _ in directory.saved_steps(folder_of(args))] == after
 
 
+@pytest.mark.integration
 def test_a_signal_while_the_last_step_is_saved(tiny, tmp_path, monkeypatch):
     """It was told of a checkpoint and exit code 75, and so it is."""
     monkeypatch.setattr(checkpoints, "AT_STAKE_SECONDS", 0.0)
@@ -473,6 +480,7 @@ def saves(monkeypatch) -> list[bool]:
     return found
 
 
+@pytest.mark.integration
 def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, monkeypatch, capsys, saves):
     plain = shutil.disk_usage
     less = lambda path: plain(path)._replace(free=1000)  # noqa: E731
@@ -509,6 +517,7 @@ def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, ca
     directory.check_disk(dataclasses.replace(args, overwrite=True), folder)  # takes the place of what it removes
 
 
+@pytest.mark.integration
 def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
     """The kernel rejects files above a size, as on a full disk: the old checkpoint stays, the run goes on."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 3, "save_every": 1})
@@ -531,6 +540,7 @@ def test_a_disk_that_fills_up_while_saving(tiny, tmp_path, capsys, saves):
     assert not list((folder_of(args) / "checkpoints").glob("*.partial"))
 
 
+@pytest.mark.integration
 def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
     """A run that goes back to before steps that were tracked is a new one: wandb drops steps that it already has."""
     args = tiny_args(tiny, tmp_path, **SMALL, track=("wandb",), keep_checkpoints=0)
@@ -548,6 +558,7 @@ def test_the_wandb_run_is_continued(tiny, tmp_path, monkeypatch):
     assert json.loads((folder / "config.json").read_text())["wandb_id"] == second
 
 
+@pytest.mark.integration
 def test_a_checkpoint_that_fails_for_any_reason_costs_nothing_else(tiny, tmp_path, capsys, saves, monkeypatch):
     """Errors of each part that is written, of classes that no full disk raises; no partial folder stays."""
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 4, "save_every": 1, "eval_prompts": 0})

@@ -68,6 +68,7 @@ def weights(args, script: str) -> str:
     return process.file_digest(folder_of(args, script) / "model" / "model.safetensors")
 
 
+@pytest.mark.integration
 def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
     """The copy trains next to the original; edited again it is not finished, and trains by a name."""
     changes = {"learning_rate": 1e-3, "eval_prompts": 0}
@@ -100,6 +101,7 @@ def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
     assert len(run_here(again, "mine")) == 2
 
 
+@pytest.mark.integration
 def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine, monkeypatch, capsys):
     """The error names the file; --resume CHECKPOINT continues, and the next checkpoint is of the new code."""
     edit(mine, 1.0)
@@ -124,6 +126,7 @@ def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine
     assert state["code"] == config["code"] == identity.code_of(args)
 
 
+@pytest.mark.integration
 def test_a_changed_module_is_named(stopped, tmp_path, capsys):
     """Not only the script: any project file that it imports."""
     args = copy_of(stopped, tmp_path)
@@ -250,6 +253,7 @@ def tiny_folder(args) -> Path:
     return Path(args.model_name_or_path)
 
 
+@pytest.mark.integration
 def test_a_longer_run_continues_by_its_default_name(tiny, tmp_path, monkeypatch):
     """The number of steps is no part of the name: six steps continue what was stopped after two of four."""
     folder = interrupted(tiny_args(tiny, tmp_path, **SMALL), monkeypatch, after=2)
@@ -271,6 +275,7 @@ def test_a_finished_run_names_the_ignored_flags(stopped, tmp_path, capsys):
 ROUNDING = 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "changes, tolerance",
     [
@@ -336,6 +341,7 @@ def test_every_column_of_a_row_is_part_of_the_data():
     assert digest({"picture": object()}) == digest({"picture": object()})
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("flag", ["environment", "verifier"])
 def test_helpers_next_to_a_file_of_the_user_s_are_part_of_the_code(tmp_path, flag):
     """Also one that has the name of a project file, and one that a helper imports."""

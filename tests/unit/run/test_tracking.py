@@ -59,6 +59,7 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.integration
 def test_the_event_files_of_a_run_hold_its_metrics(tiny, tmp_path, monkeypatch, capsys):
     """Every number of every step under its name, also of a run that was interrupted and did a step again."""
     args = tiny_args(tiny, tmp_path, **SMALL, track=("tensorboard",), save_every=1)

@@ -65,6 +65,7 @@ def test_an_engine_that_is_not_the_trained_model_tells_nothing():
     assert verdict.judge(case, rules, {"low": 0.1, "high": 0.3})[0] == verdict.UNKNOWN
 
 
+@pytest.mark.integration
 def test_the_interval_covers_the_gain():
     """At least 94 % of the intervals have the true gain, and a run without one is called learned in at most 4 %."""
     draw = np.random.default_rng(0)
@@ -139,6 +140,7 @@ def test_the_interval_of_a_reward_follows_its_scale(tmp_path, scale):
     assert level["low"] < 0 < level["high"]
 
 
+@pytest.mark.integration
 def test_a_run_whose_rewards_are_never_1_is_not_said_to_have_learned_nothing(tiny, tmp_path, capfd, monkeypatch):
     """The first reward of the page on rewards, of right answers alone: pass@1 is 1, and doctor.py does not say 3."""
     args = tiny_args(tiny, tmp_path, eval_prompts=16, verifier=f"{VERIFIERS}:shorter")
@@ -153,6 +155,7 @@ def test_a_run_whose_rewards_are_never_1_is_not_said_to_have_learned_nothing(tin
     assert doctor.main() != 3
 
 
+@pytest.mark.integration
 def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd, monkeypatch):
     """The gain that eval.jsonl gives by hand, on the console and in verdict.json; without a step nothing is learned.
 

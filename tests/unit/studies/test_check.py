@@ -98,6 +98,7 @@ def harmless(edit) -> object:
     return pytest.param(edit, id=edit.name, marks=() if edit.name in FAST else pytest.mark.slow)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("edit", [harmless(edit) for edit in HARMLESS])
 def test_a_harmless_edit_fails_nothing(edit, model, tmp_path):
     """A selection; the slow test tries each, and tests/runs/test_check_command.py the complete command."""
@@ -118,6 +119,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_is_named(name, tmp_path):
     subject = check_subject.load_subject(write_variant(name, tmp_path), [])

@@ -182,6 +182,7 @@ while True:
 """
 
 
+@pytest.mark.integration
 def test_sides_take_turns(tmp_path, monkeypatch):
     """Real processes: one step each before the first turn, then one after the other, and none is left at the end."""
     children = []
@@ -338,6 +339,7 @@ for step, value in enumerate([0.1, 0.5, 0.9, 0.95]):
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("target, reached, seen", [(0.8, True, 3), (0.99, False, 4)])
 def test_the_clock_stops_at_the_first_evaluation_that_reaches_the_target(tmp_path, target, reached, seen):
     """Half a line is no evaluation; a run that ends below the target has not reached it; the run is ended."""

@@ -52,5 +52,6 @@ def test_parts_that_have_no_time_left_are_not_begun(tmp_path, monkeypatch):
     assert found["tests-cpu"] == "skipped: the tests of the GPU run instead"
 
 
+@pytest.mark.integration
 def test_this_machine_is_asked_in_a_process_of_its_own():
     assert (gpu_day.no_gpu() == "") == torch.cuda.is_available()

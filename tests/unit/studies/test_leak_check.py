@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import leak_check
 import numpy as np
+import pytest
 import try_versions
 
 
@@ -37,6 +38,7 @@ def test_the_table_has_one_row_of_each_version(tmp_path, monkeypatch):
     assert page.read_text() == f"{head}| a 1 | works |\n| b 2 | works |\n{tail}"
 
 
+@pytest.mark.integration
 def test_a_version_that_cannot_be_installed_is_said(tmp_path):
     """By pip's error; no package comes."""
     came, wrong = try_versions.install([str(tmp_path / "no-such-file.whl")], tmp_path / "environment")

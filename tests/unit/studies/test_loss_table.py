@@ -556,6 +556,7 @@ def test_every_recipe_is_what_its_definition_gives(name, where):
     assert numbers_of(row) == pytest.approx(RecipeOracle(name, where).row(), rel=1e-5)  # grpo.py's weights are float32
 
 
+@pytest.mark.integration
 def test_recipes_ascend_what_the_table_says():
     ascends = {
         "constant": "E[R]",
@@ -768,6 +769,7 @@ def rows():
     return loss_table.table()
 
 
+@pytest.mark.integration
 def test_the_page_shows_the_numbers_of_the_script(rows):
     cells = page_cells()
     for name in loss_table.LOSSES:
@@ -803,6 +805,7 @@ def test_weights_of_rewards_do_not_depend_on_what_the_memory_holds():
         torch.testing.assert_close(weights, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))
 
 
+@pytest.mark.integration
 def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch):
     picture = tmp_path / "losses.png"
     monkeypatch.setattr(loss_table, "table", lambda: rows)
@@ -924,6 +927,7 @@ def test_every_row_has_a_mutation():
     assert {*loss_table.LOSSES, *loss_table.RECIPES} == MUTATED_ROWS
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("row, file, old, new", MUTATIONS)
 def test_a_mutation_of_a_formula_changes_its_row(row, file, old, new, monkeypatch):
     """The comparison with the coefficients by hand fails for every one, so no cell passes by accident."""

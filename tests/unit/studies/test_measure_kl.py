@@ -46,6 +46,7 @@ def enumerated(policy, start, prompt: list[int], stop: int) -> float:
     return (first_V.exp() * (first_V - ref_V + after_V)).sum().item()
 
 
+@pytest.mark.integration
 def test_the_measure_is_the_exact_kl_of_sequences(finished):
     """But for the noise that sampling the first token leaves."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -92,6 +92,7 @@ def test_the_number_of_missing_pairs_is_the_first_that_decides():
     assert widths[1] < mean <= widths[0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "words, says",
     [

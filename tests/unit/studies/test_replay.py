@@ -117,6 +117,7 @@ def test_a_repeated_run_whose_batches_are_kept_is_the_run(finished):
     assert record(Path(finished.output_dir) / "rebuilt" / "run") == record(folder_of(finished))
 
 
+@pytest.mark.integration
 def test_a_rebuilt_batch_and_the_weights_of_its_step_are_those_of_the_run(finished):
     """Log-probs by the rebuilt weights equal the sampler's, the old and the reference's, and advantages the run's."""
     metrics = read_jsonl(folder_of(finished) / "metrics.jsonl")
@@ -131,6 +132,7 @@ def test_a_rebuilt_batch_and_the_weights_of_its_step_are_those_of_the_run(finish
         assert all(s.weight_versions == [(step, 0)] for s in batch.samples)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("script", "changes"),
     [
@@ -606,6 +608,7 @@ def test_a_mini_batch_of_equal_rewards_is_a_step_and_one_without_samples_is_none
 TRUNCATED = {"mask_truncated_completions": True, "max_response_length": 24, "ignore_eos": False}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("changes", "step"),
     [
@@ -629,6 +632,7 @@ def test_steps_on_a_batch_of_ppo_are_those_of_the_run(tiny, tmp_path, changes, s
     assert distance(args, "ppo", 2, 6, step) < 1e-3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("script", "changes", "words"),
     [
@@ -648,6 +652,7 @@ def test_steps_that_the_run_did_not_take_are_refused(tiny, tmp_path, capsys, scr
     assert end.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_samples_that_the_run_left_out_have_the_kl_in_their_advantages(filtered):
     """The run never computed their log-probs; a setting that has them in its loss needs it."""
     batch, base = opened(filtered, 3)
@@ -672,6 +677,7 @@ def compared(args, words: list[list[str]], step: int = 3, script: str = "grpo"):
     return replay.compare(replay.make_settings(words, base), batch)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("script", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_the_gradient_of_the_run_has_the_norm_that_the_run_logged(single, tiny, tmp_path, script):
     args = single

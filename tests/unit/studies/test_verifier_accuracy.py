@@ -55,6 +55,7 @@ def test_p(gold, said, right): ...
 """
 
 
+@pytest.mark.integration
 def test_the_cases_of_other_projects_are_read_out_of_their_tests(tmp_path):
     """Positive and negated asserts, scores, parametrized rows with the truth first; what is no case is left out."""
     (tmp_path / "one" / "tests").mkdir(parents=True)

@@ -63,6 +63,7 @@ watchdog.board_of_launch().set("failure", "rank 1 ended first, with exit code 2;
 """
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("other, patience, words", [
     (FAILS, 600.0, "another rank failed: rank 1 ended first, with exit code 2; see what node1 printed"),
     ("", 3.0, "rank 1 did not arrive within 3 s; see what it printed"),
@@ -118,6 +119,7 @@ def test_ranks_that_differ_are_refused_by_name(kind, name, there, here, capsys):
     assert end.value.code == 2 and f"{kind} {name} is {here} on rank 2 and {there} on rank 0" in said
 
 
+@pytest.mark.integration
 def test_every_rank_of_a_launch_ends_where_one_differs():
     ranks = [{"facts": {"package": {"torch": version}}, "choices": choice()} for version in ("1", "2")]
     for code, text in launched(*ranks):

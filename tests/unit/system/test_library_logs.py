@@ -118,6 +118,7 @@ def test_a_normal_run_prints_its_own_lines_alone(tiny, tmp_path, script, ranks, 
     assert "Setting accelerator to CPU" in Path(tmp_path / "run" / "libraries.log").read_text()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "before", ["import huggingface_hub", "import datasets", ""], ids=lambda text: text or "nothing"
 )

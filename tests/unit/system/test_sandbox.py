@@ -208,6 +208,7 @@ def test_keyword_arguments():
     assert not passes(program.replace("nums, k", "numbers, k"), tests, method)
 
 
+@pytest.mark.integration
 def test_tests_import_packages():
     """numpy, and whatever else is on the list; a test that needs more is rejected at the start, by name."""
     check = (
@@ -491,6 +492,7 @@ if os.fork() == 0:
     assert passes(program, tests, {})
 
 
+@pytest.mark.integration
 def test_small_tests_are_fast():
     """121 tests of a program are over before a verification's ten seconds are."""
     tests = json.dumps([{"stdin": f"{i} 2", "stdout": f"{i + 2}"} for i in range(121)])
@@ -539,6 +541,7 @@ def test_values_cross_as_they_were():
             assert type(value) in (int, list)
 
 
+@pytest.mark.integration
 @isolated
 def test_a_judge_is_burnt_not_the_worker():
     """A set whose elements all collide costs the test's process its time: no worker dies, nothing stays."""
@@ -699,6 +702,7 @@ def world(tmp_path, monkeypatch):
         yield aimed, left
 
 
+@pytest.mark.integration
 @isolated
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attacks(family, world):
@@ -750,6 +754,7 @@ BARE = (
 )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("attack", BARE)
 def test_attacks_that_work_without_a_sandbox(attack, world, tmp_path):
     """It is the sandbox that they fail by: a Python of its own lets each of them do what it is after."""
@@ -760,6 +765,7 @@ def test_attacks_that_work_without_a_sandbox(attack, world, tmp_path):
     assert done.stdout == b"3\n", done.stderr
 
 
+@pytest.mark.integration
 def test_attacks_against_python_tests():
     """The same through check(candidate): the test code meets values, never the model's objects."""
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
@@ -773,6 +779,7 @@ def test_attacks_against_python_tests():
     assert not passes(F + "raise AssertionError", check)
 
 
+@pytest.mark.integration
 def test_attacks_against_programs():
     """The same where what is printed counts."""
     tests = json.dumps([{"stdin": "1 2", "stdout": "3"}])
@@ -938,6 +945,7 @@ def test_numbers_of_system_calls():
         assert [found[name] for name in ("socket", "clone", "mmap")] == list(map(str, numbers))
 
 
+@pytest.mark.integration
 def test_limits_without_namespaces(world):
     """The fall-back still ends, kills, hides the environment, has no network, and leaves nothing, however deep."""
     names = ("endless loop", "memory bomb at once", "daemon", "environment", "output flood", "ignores signals")
@@ -992,6 +1000,7 @@ def gone(worker: int) -> bool:
     return running(worker) == []
 
 
+@pytest.mark.integration
 def test_a_killed_worker_takes_its_programs_along(world):
     """The pool kills the verifier in the middle of a program's run: nobody is left to clean up but the launcher."""
     _, left = world
@@ -1066,6 +1075,7 @@ os.execv(sys.executable, [sys.executable, "-m", "pytest", *sys.argv[1:]])
 """
 
 
+@pytest.mark.integration
 @isolated
 @pytest.mark.skipif(os.geteuid() != 0, reason="all tests are those of such a user here")
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_large_micro_batches_are_for_fast_products(monkeypatch, rates, tokens):
     assert device_sizes.sizes_for(args, None, setting)[0].micro_batch_tokens == 500
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bf16 in any case")
 def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
     """On a machine that multiplies otherwise: from its folder, from a checkpoint that is named; not if overwritten."""

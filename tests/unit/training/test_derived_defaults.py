@@ -62,6 +62,7 @@ def filled(args):
     return args, derived_defaults.reasons(args, problems, held_out, model, tokenizer)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("of", [grpo, ppo])
 def test_the_quickstart_is_what_it_was(of, tiny):
     """Bare, with flags, and with another small model: nothing is filled in, nothing said, the name as before."""
@@ -204,6 +205,7 @@ def left_behind(args, finished: bool) -> Path:
     return folder
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize("data", ["quickstart", "other"])
 @pytest.mark.parametrize("name", GIVEN)

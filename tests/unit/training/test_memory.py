@@ -389,6 +389,7 @@ for size, count in ((4, 30), (4, 30), (3, 30), (4, 9), (5, 30), (6, 30), (7, 30)
 """
 
 
+@pytest.mark.integration
 def test_freed_memory_does_not_pile_up():
     """Steps of 120 to 270 MiB, all of it freed: together 1,400 without a bound; gaps are kept while they are few."""
 

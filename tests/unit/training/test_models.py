@@ -265,6 +265,7 @@ IN_LAYOUTS += [(name, OTHERS) for name in ("Llama 3, scaled RoPE", "Qwen2, slidi
 IN_LAYOUTS += [pytest.param(name, OTHERS, marks=pytest.mark.slow) for name in ZOO if (name, OTHERS) not in IN_LAYOUTS]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name, layouts", IN_LAYOUTS)
 def test_grouped_attention_computes_what_eager_does(tmp_path, name, layouts):
     """Log-probs and gradient; models whose scores are not the usual ones keep eager."""
@@ -492,6 +493,7 @@ def test_the_state_of_a_moving_reference_is_whole(tmp_path):
         assert torch.equal(a, b)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("changes", [
     pytest.param({"dtype": "bfloat16", "zero_stage": 3, "ref_policy_update": (2, 0.1)}, marks=pytest.mark.slow),
     {"dtype": "bfloat16", "offload": ("ref",), "ref_policy_update": (2, 0.1)},
@@ -519,6 +521,7 @@ def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch
 # ------------------------------------------------------------------------------------- optimizer steps that are dropped
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "stage, dtype, offload",
     [(1, "bfloat16", True), (2, "bfloat16", True), (2, "bfloat16", False), (1, "float32", True)],
