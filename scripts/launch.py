@@ -32,7 +32,7 @@ WAIT = 10.0  # seconds without ranks after which a launcher says which nodes it 
 
 
 def children() -> list[int]:
-    """The processes that this one has started: the ranks of this node."""
+    """Return the processes that this one has started: the ranks of this node."""
     return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
 
 
@@ -58,7 +58,7 @@ def listen(pipe: socket.socket, keep: socket.socket) -> None:
 
 
 def place() -> tuple[int, int, str, int]:
-    """(number of nodes, rank of this one, address and port of node 0) on the command line."""
+    """Return the number of nodes, the rank of this one, and the address and port of node 0 on the command line."""
     given = dict(itertools.pairwise(word for words in sys.argv[1:] for word in words.split("=", 1)))
     nodes, rank = int(given.get("--num_machines", "1")), int(given.get("--machine_rank", "0"))
     return nodes, rank, given.get("--main_process_ip", ""), int(given.get("--main_process_port", "29500"))
