@@ -15,7 +15,7 @@ grpo.py with a critic: ``diff grpo.py ppo.py`` shows only the code that the crit
 * Not included: everything that grpo.py does not include, and GRPO's advantages.
 
 Tensor names end in their dimensions: P prompts of a step, G samples of a group, B samples of a step, N response tokens
-of a step, T response tokens of a micro-batch, E engines. Arrays indexed by a micro-batch, such as ``old_N``, have
+of a step, T response tokens of a micro-batch, E engines. Arrays indexed by ``mb.tokens``, such as ``old_N``, have
 length N + 1. The last slot is for empty micro-batches: a rank with fewer micro-batches than another adds them to make
 equally many passes.
 
@@ -96,10 +96,10 @@ class Args(flags.RunFlags):
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Multiply a token's loss and KL by the ratio of its probabilities, trainer/sampler, but at most by this cap. 0
-    disables. Default: 2 with --async_steps unless --importance_sampling_mask is set; otherwise off."""
+    """Multiply a token's policy loss and KL (except full) by the ratio of its probabilities, trainer/sampler, capped at
+    this. 0 disables. Default: 2 with --async_steps unless --importance_sampling_mask is set; otherwise off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH, e.g. 0.5 5 (IcePop): multiply a token's loss and KL by trainer/sampler probability, or by 0 outside."""
+    """LOW HIGH (IcePop: 0.5 5): scale policy loss and KL (except full) by trainer/sampler, or 0 outside [LOW, HIGH]."""
 
     # ---- KL
     beta: float = 0.0
@@ -189,7 +189,7 @@ def check_args(args: Args) -> None:
             f"--clip_lower {args.clip_lower} must be in [0, 1), and --clip_higher {args.clip_higher} at least 0"
         )
     if args.clip_ratio_c is not None and args.clip_ratio_c <= 1.0:
-        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or it binds at ratio 1; 3 is usual")
+        process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or a ratio of 1 is clipped; 3 is usual")
     if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
     if args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()):
@@ -300,7 +300,7 @@ def whiten(x: torch.Tensor) -> torch.Tensor:
 
 
 def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch.Tensor:
-    """Return each token's weight in the loss of one optimizer step, [N] in fp32; 0 outside the samples ``in_loss``.
+    """Return each token's weight in the loss of one optimizer step, [N] in fp32; 0 for samples not in ``in_loss``.
 
     The weights depend on the numbers of tokens and samples over all ranks, not on how these are cut into micro-batches.
     """
@@ -318,7 +318,7 @@ def loss_weights(samples: list[Sample], in_loss: list[int], args: Args) -> torch
 
 
 def clamp_straight_through(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would set to 0 outside of it."""
+    """Clamp the value of x to [low, high] and keep its gradient, which torch.clamp would zero outside this range."""
     return x.clamp(low, high).detach() + x - x.detach()
 
 
@@ -565,7 +565,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
          ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
     The thread computes until the batch named by the last "until" is complete, and only then reads messages again (with
-    --inflight_updates off, "generate" also acts as "until"). Finished requests decide when messages are read, not time,
+    --inflight_updates off, "generate" also acts as "until"). When it reads depends on finished requests, not on time,
     so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
     While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """
@@ -590,7 +590,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                     case ("stop",):
                         return episodes.close()
                     case ("weights", version, weights):
-                        if asleep:  # allocate only the weights: the push needs memory too, so the KV cache waits for it
+                        if asleep:  # allocate only the weights: the push needs memory too, so the KV cache comes later
                             llm.wake_up(tags=["weights"])
                         push_weights(llm, weights, args.inflight_updates)
                         if asleep:
@@ -661,7 +661,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
         generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
-        # Off with in-flight updates, or tokens of the current engine step would get the version of the new weights.
+        # Off with in-flight updates: otherwise tokens of the current engine step would get the new weights' version.
         async_scheduling=None if args.inflight_updates == "off" else False,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -714,7 +714,7 @@ def select(
     args: Args,
 ) -> tuple[list[Sample], dict]:
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
-    zero-variance groups by groups of new prompts, also in ``batch.problems`` (--dynamic_sampling_rounds).
+    zero-variance groups and their ``batch.problems`` by those of new prompts (--dynamic_sampling_rounds).
     """
     if args.check_verifier_status and all(s.score <= 0 for s in batch.samples):
         raise RuntimeError("--check_verifier_status: no score in this step is above 0; see --verifier and the prompt")
@@ -775,7 +775,7 @@ def main(args: Args, ready: Ready | None) -> None:
     updates = args.num_epochs * args.num_mini_batches  # optimizer steps on each batch
     critic_args = settings_of_critic(args)
 
-    watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all of them
+    watch = watchdog.Watch(args.timeout)  # from here on, a failure on one rank ends all ranks
     accelerator = deepspeed_zero.make_accelerator(args, run.dtype, device)
     verifiers = Verifiers(args, [*run.problems, *run.eval_problems], device, run.dtype)
     model, stop_ids = loading.load_policy(args, run)
@@ -841,7 +841,7 @@ def main(args: Args, ready: Ready | None) -> None:
         if args.mask_truncated_completions:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
-        # 5 log-probs: the reference's if there is one; old ones for several optimizer steps or a KL in the reward
+        # 5 log-probs: the reference's if there is one; old ones if updates > 1 or there is a KL in the reward
         known = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             known = []

@@ -115,15 +115,15 @@ class RunFlags:
     CPUs bfloat16 if a test at the start finds it more than 1.4 times as fast as float32, else float32. float16 needs a
     GPU and uses loss scaling."""
     attn_implementation: str = "auto"
-    """Attention kernel: a name in transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch's for
-    packed rows) or grouped (eager with one matrix product per KV head). auto: chosen by device, dtype and layout."""
+    """Attention kernel: a name in transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch kernel
+    for packed rows) or grouped (eager with a matrix product per KV head). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Training is about a third slower and needs much less memory."""
 
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
-    """Training data: reasoning_gym:NAME?key=value; a .jsonl, .json, .parquet or .csv file; a folder of the datasets
-    library; or a hub id (ID:CONFIGURATION, ID@SPLIT; default train). {"a": 0.5, "b": 500}: half of a, 500 rows of b."""
+    """Training data: reasoning_gym:NAME?key=value; a .jsonl, .json, .parquet or .csv file; a folder from save_to_disk;
+    or a hub id (ID:CONFIGURATION, ID@SPLIT; default train). {"a": 0.5, "b": 500}: half of a, 500 rows of b."""
     eval_dataset: str | None = None
     """Evaluation data. Its first eval_prompts problems are used and never trained on. A JSON object sets the number for
     each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
@@ -132,10 +132,10 @@ class RunFlags:
     ground_truth_key: str | None = None
     """Column of the ground truth. Default: detected from the columns, else "answer"."""
     system_prompt: str | None = None
-    """System message before every prompt; "" for none. Default: the built-in one of the dataset, if it has one."""
+    """System message of each prompt; "" for none. Default: a row's own, else a built-in one (math, reasoning_gym)."""
     chat_template: str | None = None
-    """Chat template: path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none. Default: that of
-    the tokenizer. A JSON object sets variables of the template, e.g. {"enable_thinking": false} for Qwen3."""
+    """Chat template: path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none (plain text).
+    Default: the tokenizer's. A JSON object sets template variables, e.g. {"enable_thinking": false} for Qwen3."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, including the chat template."""
     overlong_prompts: Literal["error", "drop", "left", "right"] = "error"
@@ -147,13 +147,13 @@ class RunFlags:
     dynamic_sampling_rounds: int = 0
     """Replace zero-variance groups by new prompts, up to this many times per step (DAPO). 0 disables."""
     dataset_filter: tuple[float, float] | None = None
-    """SHARE THRESHOLD, e.g. 0.1 1: after each epoch, drop the problems with the highest pass rates, if at least
-    THRESHOLD, but never more than the fraction SHARE of the problems still in use. Default: off."""
+    """SHARE THRESHOLD, e.g. 0.1 1: after each epoch, drop problems with a pass rate of at least THRESHOLD, highest
+    first, but at most the fraction SHARE of the problems still in use. Default: off."""
 
     # ---- rewards
     verifier: str | None = None
     """Name of a verifier (docs/data_and_rewards.md), or path/to/file.py:function, called as function(response,
-    ground_truth, row); separate several by commas. Default: chosen by the data's columns."""
+    ground_truth, row); separate several by commas. Default: detected from the data's columns."""
     verifier_key: str | None = None
     """Column that names each row's verifiers; --verifier applies to rows where the column is empty."""
     reward_weights: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ class RunFlags:
     count only if the reward NAME is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Control run to see how much is gained without the true reward: train on another one, evaluate with the true one.
-    random: permute rewards within a step. format: use only the verifier's format part. shuffled: use another problem's
+    random: permute rewards within a step. format: score only the response's format. shuffled: use another problem's
     ground truth. inverted: negate the reward."""
     call_timeout: float = 10.0
     """Timeout in seconds of each call of a verifier, tool or environment. A call that takes longer is killed. The score
@@ -169,7 +169,7 @@ class RunFlags:
     check_verifier_status: bool = False
     """Stop with an error if no score in a step is above 0, which usually means a broken verifier or prompt."""
     allow_unsafe_code_exec: bool = False
-    """If the kernel has no namespaces for the sandbox, run responses' code without it, with resource limits only."""
+    """If the kernel has no namespaces for the sandbox, run responses' code unsandboxed, with resource limits only."""
     reward_model_name_or_path: str | None = None
     """Reward model: a sequence classifier with one output (local folder, hub id, or ID@REVISION). Its score times its
     weight (--reward_weights) is added to the score of the verifiers."""
@@ -223,7 +223,7 @@ class RunFlags:
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
     engine_process: bool = False
-    """Run vLLM in a separate process on the same device, so that the GIL cannot slow it down. Weights are copied
+    """Run vLLM in a separate process on the trainer's device, so that the GIL cannot slow it down. Weights are copied
     through shared memory. Default: vLLM runs in a thread of the trainer."""
     vllm_engines: int = 0
     """Number of engines on dedicated ranks: the last ranks of the launch, which only sample. 0: the engines run on the
@@ -235,7 +235,7 @@ class RunFlags:
     on small GPUs, and higher with --vllm_sleep or --vllm_engines."""
     vllm_sleep: Literal["off", "engine", "all"] = "off"
     """Free GPU memory between generation phases. engine: release the engine's weights and KV cache during the update.
-    all: also move the trainer's weights and optimizer states to CPU memory while sampling (with ZeRO 2)."""
+    all: also move the trainer's weights and optimizer states to CPU memory while sampling (needs ZeRO 2)."""
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
@@ -248,7 +248,7 @@ class RunFlags:
     """DeepSpeed ZeRO stage. 1: shard optimizer states. 2: also gradients. 3: also parameters. Stage 0 is not supported,
     because DeepSpeed does not detect NaN gradients there."""
     offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
-    """Tensors to keep in CPU memory. optimizer: master weights and optimizer states. param: parameters (with ZeRO 3).
+    """Tensors to keep in CPU memory. optimizer: master weights and optimizer states. param: parameters (needs ZeRO 3).
     ref: the reference model, which is on the GPU only during its passes."""
 
     # Typed values of structured flags, each parsed once. ``check`` reads all of them: exit code 2 if one is invalid.
