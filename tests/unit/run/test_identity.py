@@ -333,6 +333,15 @@ def test_the_difference_from_a_commit_has_files_that_are_not_tracked_yet(tmp_pat
     assert {"-before = 1", "+after = 1", "+new = 1"} <= set(lines) and "+other = 1" not in lines
 
 
+@pytest.mark.parametrize("given, dirty", [("0123abc", False), ("0123abc-dirty", True)])
+def test_a_copy_without_a_repository_records_the_commit_of_its_job(tmp_path, monkeypatch, given, dirty):
+    """Ray leaves .git out of what it uploads, and the copy of a submission has none."""
+    monkeypatch.delenv("CODE_COMMIT", raising=False)
+    assert git.state(tmp_path) == {}
+    monkeypatch.setenv("CODE_COMMIT", given)
+    assert git.state(tmp_path) == {"commit": "0123abc", "dirty": dirty}
+
+
 def test_every_column_of_a_row_is_part_of_the_data():
     """A game's seed is neither in the prompt nor in the truth; what is no JSON has no address in the digest."""
     digest = lambda row: directory.data_digest([Problem([], "1", "exact", row, [1, 2])])  # noqa: E731
