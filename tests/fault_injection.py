@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the t
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "studies"))
 
+import moved_clock
 import run_many
 import torch
 from helpers import (
@@ -63,56 +64,6 @@ TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a
 PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
 HOURS = 5 * 3600.0
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-
-# The wall clock, moved by as many seconds as a file says, and the kernel's when it is told to wait until some time.
-CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <semaphore.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-
-static long moved(void) {
-    long seconds = 0;
-    FILE *file = fopen(getenv("CLOCK_FILE"), "r");
-    if (file) {
-        if (fscanf(file, "%ld", &seconds) != 1) seconds = 0;
-        fclose(file);
-    }
-    return seconds;
-}
-
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    int (*plain)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
-    int failed = plain(clock, now);
-    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += moved();
-    return failed;
-}
-
-time_t time(time_t *place) {
-    struct timespec now;
-    clock_gettime(CLOCK_REALTIME, &now);
-    if (place) *place = now.tv_sec;
-    return now.tv_sec;
-}
-
-int gettimeofday(struct timeval *now, void *zone) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec;
-    now->tv_usec = precise.tv_nsec / 1000;
-    return 0;
-}
-
-int sem_timedwait(sem_t *semaphore, const struct timespec *until) {
-    int (*plain)(sem_t *, const struct timespec *) = dlsym(RTLD_NEXT, "sem_timedwait");
-    struct timespec real = *until;
-    real.tv_sec -= moved();
-    return plain(semaphore, &real);
-}
-"""
 
 
 class Finished(Exception):
@@ -828,14 +779,10 @@ def soak(place: Path, args: argparse.Namespace) -> None:
 
 def with_a_clock(place: Path) -> None:
     """Start this program again with a clock that can be moved, where there is a compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None or "CLOCK_FILE" in os.environ:
+    if moved_clock.COMPILER is None or "CLOCK_FILE" in os.environ:
         return
-    source = place / "clock.c"
-    source.write_text(CLOCK)
     (place / "clock").write_text("0")
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", place / "clock.so", source, "-ldl"], check=True)
-    os.environ |= {"LD_PRELOAD": str(place / "clock.so"), "CLOCK_FILE": str(place / "clock")}
+    os.environ |= {"LD_PRELOAD": str(moved_clock.build(place)), "CLOCK_FILE": str(place / "clock")}
     os.execv(sys.executable, [sys.executable, *sys.argv, "--out", str(place)])
 
 

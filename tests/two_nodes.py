@@ -131,18 +131,25 @@ class Nodes:
         *more: str,
         before: tuple[str, ...] = (),
         on_node_1: str = ":",
+        first: int = 0,
+        pause: float = 0.0,
         **shape,
     ) -> list[Run]:
-        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each."""
-        runs = []
-        for node, out in enumerate(outs):
-            line = command(tiny, out, *more, ranks=2, **shape)
+        """The same command on both nodes, as a user types it, with the variables ``before`` it: one launcher each.
+
+        The node that is not ``first`` starts ``pause`` seconds later.
+        """
+        runs = {}
+        for node in (first, 1 - first):
+            if runs:
+                time.sleep(pause)
+            line = command(tiny, outs[node], *more, ranks=2, **shape)
             line[line.index("--main_process_port") + 1] = PORT
             place = ["--num_machines", "2", "--machine_rank", str(node), "--main_process_ip", ADDRESSES[0]]
             at = line.index("--num_processes")
             line = ["env", *before, *line[:at], *place, *line[at:]]
-            runs.append(Run(self.on(node, line, on_node_1 if node == 1 else ":"), logs / f"node{node}.log"))
-        return runs
+            runs[node] = Run(self.on(node, line, on_node_1 if node == 1 else ":"), logs / f"node{node}.log")
+        return [runs[0], runs[1]]
 
 
 def training(nodes: Nodes, tiny: Path, out: Path) -> list[Run]:
