@@ -16,6 +16,7 @@ from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is
 from runtime.system.process import PROJECT, file_digest, versions
 from runtime.system.redaction import redact_values
 from runtime.training import derived_defaults, memory
+from runtime.training.model_files import files_digest
 
 
 def recorded(args) -> dict[str, Any]:
@@ -62,7 +63,10 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
     own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
-    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": {"--dataset": data}}
+    digests = {"--dataset": data, "--model_name_or_path": files_digest(args.model)}
+    if args.reward_model_name_or_path is not None:
+        digests["--reward_model_name_or_path"] = files_digest(args.reward_model)
+    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
 
 
 def script_of(args) -> str:

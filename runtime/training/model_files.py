@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -146,6 +147,25 @@ def check_files(folder: Path, files: set[str], flag: str) -> None:
         header = int.from_bytes(start[:8], "little")  # a safetensors file begins with the length of its header
         if name.endswith(".safetensors") and not 1 < header <= (folder / name).stat().st_size - 8:
             refuse(f"{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
+
+
+def files_digest(model: ModelName) -> str:
+    """Hash a local model: names and sizes of its files, and what is at 16 places of each. Of the hub: its commit."""
+    if not Path(model.name).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
+        return Path(found).parent.name if isinstance(found, str) else ""
+    digest = hashlib.sha256()
+    for path in sorted(Path(model.name).iterdir()):
+        if path.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja"):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with open(path, "rb") as file:
+                for place in range(16):
+                    file.seek(size * place // 16)
+                    digest.update(file.read(2**16))
+    return digest.hexdigest()
 
 
 def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:

@@ -14,6 +14,7 @@ from helpers import tiny_args
 from safetensors.torch import load_file, save_file
 
 import grpo
+from runtime.arguments.values import ModelName
 from runtime.run import loading
 from runtime.training import deepspeed_zero, model_files, pretrained
 
@@ -218,3 +219,24 @@ def test_the_context_of_a_model_is_found_by_any_of_its_names(tmp_path, capsys, c
         raise SystemExit(0)
     assert end.value.code == (0 if length is None else 2)
     assert length is None or f"is {length}; shorten" in capsys.readouterr().err
+
+
+def test_the_digest_of_a_model(tiny, tmp_path, monkeypatch):
+    """Equal for copies; another for other numbers in the same layout, and for a file that is missing."""
+
+    def digest(folder: Path) -> str:
+        return model_files.files_digest(ModelName(str(folder), None))
+
+    ours = digest(tiny)
+    same, other, less = (Path(shutil.copytree(tiny, tmp_path / name)) for name in ("same", "other", "less"))
+    (same / "README.md").write_text("a copy")
+    weights = {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    (less / "generation_config.json").unlink()
+    assert digest(same) == ours and len({ours, digest(other), digest(less)}) == 3
+    place = "/cache/models--a--b/snapshots/0123abc/config.json"
+    known = {("a/b", "config.json", "main"): place}
+    find = lambda name, file, revision: known.get((name, file, revision or "main"))  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", find)
+    assert model_files.files_digest(ModelName("a/b", None)) == "0123abc"
+    assert model_files.files_digest(ModelName("a/b", "other")) == ""
