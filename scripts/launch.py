@@ -29,23 +29,40 @@ from runtime.system.process import STOP_SIGNALS, outlive_the_console, read_signa
 from runtime.system.redaction import redact
 
 WAIT = 10.0  # seconds without ranks after which a launcher says which nodes it waits for
+asking = threading.Lock()  # held by the thread of watch_ranks while it asks the board
+LONGEST_WAIT = 900.0  # seconds, which is torch's limit, too
+BOARD_STAYS = 3.0  # seconds after a failure on node 0, so that the other nodes can read why
 
 
 def children() -> list[int]:
     """Return the processes that this one has started: the ranks of this node."""
-    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
+    found = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            found += map(int, file.read_text().split())
+    return found
+
+
+def ranks() -> list[int]:
+    """The children that torch has started as ranks; libraries start others for an instant while they are imported."""
+    found = []
+    for pid in children():
+        with suppress(OSError):  # it has just ended
+            if b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
 
 
 def pass_on(signum: int) -> None:
     """Send the signal to the ranks. Before they exist there is nothing to lose: exit with 75, as a rank would."""
-    ranks = children()
-    if not ranks:
+    pids = ranks()
+    if not pids:
         with suppress(OSError):  # nobody reads it any more, as after a terminal has closed
             os.write(2, f"{signal.Signals(signum).name} before the ranks were started: ending\n".encode())
         os._exit(75)
     if "STOP_REACHES_ALL" in os.environ:  # Slurm signals every process of a job's step
         return
-    for pid in ranks:
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signum)
 
@@ -64,37 +81,79 @@ def place() -> tuple[int, int, str, int]:
     return nodes, rank, given.get("--main_process_ip", ""), int(given.get("--main_process_port", "29500"))
 
 
-def say_who_is_missing() -> None:
-    """In a thread: after WAIT seconds without ranks, and every minute then, name the nodes that are waited for."""
-    nodes, rank, host, port = place()
-    start, pause = time.monotonic(), WAIT
-    while True:
-        time.sleep(pause)
-        if children():
-            return
-        if rank == 0:
-            missing = f"the other {nodes - 1} node(s) to join it at {host}:{port}; start this command there as well, "
-            missing += "with --machine_rank 1 and so on"
-        else:
-            try:
-                socket.create_connection((host, port), timeout=3).close()
-                missing = f"the other nodes; a process answers at {host}:{port}: node 0, or another that has its port"
-            except OSError as error:
-                missing = f"node 0 at {host}:{port} ({error.strerror or error}); "
-                missing += "is its launcher running, and the address right?"
+def watch_ranks() -> None:
+    """In a thread: name the nodes that are waited for, and tell them when the ranks of this one have ended well."""
+    start, due = time.monotonic(), WAIT
+    while not ranks():
+        time.sleep(0.2)
         seconds = time.monotonic() - start
-        print(f"node {rank} on {socket.gethostname()} has waited {seconds:.0f} s for {missing}", flush=True)
-        pause = 60.0
+        if seconds >= due and not ranks():
+            nodes, rank, _, _ = place()
+            who = f"node {rank} on {socket.gethostname()}"
+            print(f"{who} has waited {seconds:.0f} s for {missing(nodes, rank)}", flush=True)
+            due += 60.0
+    gone = 0
+    while gone < 5:  # seconds, after which a launcher has ended whose ranks failed, or all of whose nodes ended well
+        time.sleep(1.0)
+        gone = 0 if ranks() else gone + 1
+    text = f"the ranks on {socket.gethostname()} ended with exit code 0 before this one began: they found the run "
+    text += "finished. --output_dir is not the same folder on all nodes; choose one on a shared file system"
+    _, _, host, port = place()
+    with suppress(OSError, RuntimeError):  # node 0 has ended
+        with asking:
+            board = watchdog.board(host, port, patience=5.0)
+            board.compare_set("ended", "", text)
+        while True:
+            with asking:
+                failed = board.check(["failure"])
+            if failed:
+                why = board.get("failure").decode()
+                print(f"the ranks of this node ended with exit code 0, but another node failed: {why}", flush=True)
+                os._exit(1)  # torch would wait for that node for five minutes
+            time.sleep(1.0)
+
+
+def missing(nodes: int, rank: int) -> str:
+    """Describe whom a launcher without ranks waits for: the first time after WAIT seconds, then every minute."""
+    _, _, host, port = place()
+    if rank == 0:
+        return (
+            f"the other {nodes - 1} node(s) to join it at {host}:{port}; start this command there as well, with "
+            f"--machine_rank 1 and so on"
+        )
+    try:
+        socket.create_connection((host, port), timeout=3).close()
+    except OSError as error:
+        return f"node 0 at {host}:{port} ({error.strerror or error}); is its launcher running, and the address right?"
+    return f"the other nodes; a process answers at {host}:{port}: node 0, or another that has its port"
+
+
+def find_node_0() -> None:
+    """On another node, wait until node 0 answers. Torch would retry as well, but at intervals of up to a minute.
+
+    Raises RuntimeError after LONGEST_WAIT seconds.
+    """
+    nodes, rank, host, port = place()
+    deadline = time.monotonic() + LONGEST_WAIT
+    while nodes > 1 and rank > 0:
+        try:
+            return socket.create_connection((host, port), timeout=3).close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer for {LONGEST_WAIT:.0f} s ({error.strerror or error})") from None
+        time.sleep(0.5)
 
 
 def tell_other_nodes(text: str) -> None:
-    """Write why a rank of this node ended on the board of the launch, where the other nodes look twice a second."""
-    _, rank, host, port = place()
-    if rank == 0 or not host:
-        return  # on node 0 the board is in this process and ends with it, which the others see
+    """Write why a rank of this node ended on the board of the launch, where the other nodes look every second."""
+    nodes, rank, host, port = place()
+    if nodes == 1:
+        return
     with suppress(OSError, RuntimeError):  # it has ended before, or the nodes are cut off from each other
         socket.create_connection((host, port), timeout=3).close()
         watchdog.board(host, port, patience=5.0).compare_set("failure", "", text)
+        if rank == 0:
+            time.sleep(BOARD_STAYS)  # the board is in this process and ends with it
 
 
 def end(error: Exception) -> NoReturn:
@@ -104,7 +163,7 @@ def end(error: Exception) -> NoReturn:
     if "another process is utilizing it" in text or "EADDRINUSE" in text or "address already in use" in text.lower():
         other = "submit it again under another --name" if "RUN_ID" in os.environ else "choose another"
         refuse(f"--main_process_port {port}: another process on {socket.gethostname()} uses this port; {other}")
-    if nodes > 1 and isinstance(error, RuntimeError) and not children():  # torch's time-outs of the rendezvous
+    if nodes > 1 and isinstance(error, RuntimeError) and not ranks():  # torch's time-outs of the rendezvous
         reason = redact(text.splitlines()[0] if text else type(error).__name__)
         print(f"node {rank}: the {nodes} nodes did not find each other at {host}:{port}: {reason}", flush=True)
         raise SystemExit(1) from None
@@ -127,10 +186,13 @@ if __name__ == "__main__":
     if quiet:
         del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks choose for themselves
     if place()[0] > 1:
-        threading.Thread(target=say_who_is_missing, daemon=True).start()
+        threading.Thread(target=watch_ranks, daemon=True).start()
     try:
+        find_node_0()
         main()
+        asking.acquire()  # a thread that is inside of torch when Python ends aborts the process
     except ChildFailedError as error:
+        asking.acquire()  # this node failed, too: the thread has nothing to say
         rank, failure = error.get_first_failure()
         code = failure.exitcode  # negative: minus the number of a signal
         how = f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"

@@ -18,7 +18,7 @@ _boards: list[torch.distributed.Store] = []  # rank 0 serves the others until th
 def exchange(name: str, mine: Any, patience: float) -> list[Any]:
     """Return the objects of all trainers, by rank, as JSON has them; no collective and no process group is needed.
 
-    Exits with code 1 where a rank failed before, or does not come within ``patience`` seconds.
+    Exits with code 1 where a rank failed before or does not come within ``patience`` seconds, 2 where it has ended.
     """
     if world_size() == 1:
         return [mine]
@@ -31,6 +31,8 @@ def exchange(name: str, mine: Any, patience: float) -> list[Any]:
     while not store.check(places):
         if store.check(["failure"]):
             refuse(f"another rank failed: {store.get('failure').decode()}", code=1)
+        if store.check(["ended"]):  # scripts/launch.py says so of ranks that ended well before this one began
+            refuse(store.get("ended").decode())
         if time.monotonic() > deadline:
             missing = next(n for n, place in enumerate(places) if not store.check([place]))
             refuse(f"rank {missing} did not arrive within {patience:g} s; see what it printed", code=1)
@@ -48,7 +50,7 @@ def check_equal(facts: list[dict[str, dict[str, Any]]]) -> None:
                 if here != there:
                     refuse(
                         f"the ranks of this launch differ: {kind} {name} is {here} on rank {number} and {there} on "
-                        f"rank 0; start all ranks with the same command, code, packages and data"
+                        f"rank 0; start all ranks with the same command, code, packages, models and data"
                     )
 
 

@@ -201,10 +201,7 @@ def read_signals(reader: Callable[[socket.socket, socket.socket], None]) -> None
 def _listen(pipe: socket.socket, keep: socket.socket) -> None:
     """Handle signals in a thread. ``keep`` is the other end of ``pipe``, which must not be garbage-collected."""
     first = 0.0
-    while True:
-        word = pipe.recv(1)
-        if not word:
-            return
+    while word := pipe.recv(1):
         signum = word[0]
         now = time.monotonic()
         repeated = StopRequest.asked and now - first < 1.0  # a launcher repeats what the terminal sent to everyone

@@ -74,6 +74,18 @@ def test_a_rank_that_never_comes_is_not_waited_for(other, patience, words):
     assert (code, text) == (1, f"error: {words}\n")
 
 
+ENDED = """
+from runtime.system import watchdog
+watchdog.board_of_launch().set("ended", "the ranks on node1 ended with exit code 0 before this one began")
+"""
+
+
+def test_ranks_that_have_ended_well_are_not_waited_for():
+    """As those of a node on whose disk the run is finished."""
+    (code, text), _ = launched({"facts": {}, "choices": choice()}, ENDED, patience=600.0)
+    assert (code, text) == (2, "error: the ranks on node1 ended with exit code 0 before this one began\n")
+
+
 def test_gpus_take_the_sizes_of_the_smallest_and_the_type_of_the_oldest():
     large, small = choice((8, 0), 80), choice((8, 0), 40)
     old = choice((7, 5), 48, dtype="float16", layout="padded")
