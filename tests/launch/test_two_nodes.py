@@ -6,11 +6,16 @@ tests/runs/test_faults.py cuts it, and has nodes that are not alike.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
+import time
 from pathlib import Path
 
+import moved_clock
 import pytest
-from helpers import command, finish, record
+from helpers import ROOT, command, finish, go_back, record
+from safetensors.torch import load_file, save_file
 from two_nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 missing = reason_for_none()
@@ -25,11 +30,12 @@ def on_one_node(tiny, tmp_path_factory):
 
     def make(rollout: str) -> dict:
         if rollout not in records:
-            out = tmp_path_factory.mktemp(rollout)
+            out = make.places[rollout] = tmp_path_factory.mktemp(rollout)
             finish(command(tiny, out, *STEPS, ranks=2, rollout=rollout), out / "log", 300)
             records[rollout] = record(out / "run")
         return records[rollout]
 
+    make.places = {}
     return make
 
 
@@ -59,6 +65,115 @@ def test_a_link_that_is_slow_and_loses_packets(on_one_node, tiny, tmp_path):
         ends(runs, 400)
         assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
     check_equal(expected, tmp_path / "run")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_node_that_joins_late(on_one_node, tiny, tmp_path, late):
+    """40 s after the other, which says after 10 s whom it waits for: the same numbers, later."""
+    expected = on_one_node("hf")
+    with Nodes() as nodes:
+        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, first=1 - late, pause=40.0)
+        ends(runs, 300)
+        assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
+    words = f"the other 1 node(s) to join it at {ADDRESSES[0]}" if late == 1 else f"node 0 at {ADDRESSES[0]}"
+    said = re.findall(r"node (\d) on node\d has waited (\d+) s for (.*)", runs[1 - late].text())
+    assert [(node, text.startswith(words)) for node, _, text in said] == [(str(1 - late), True)], runs[1 - late].text()
+    assert 10 <= int(said[0][1]) <= 15
+    assert "has waited" not in runs[late].text()
+    check_equal(expected, tmp_path / "run")
+
+
+@pytest.mark.skipif(moved_clock.COMPILER is None, reason="no compiler for another clock")
+@pytest.mark.parametrize("ahead", [-60, 60])
+def test_a_node_whose_clock_is_a_minute_off(on_one_node, tiny, tmp_path, ahead):
+    """A run and a resume have the same numbers; the newest checkpoint is that of the latest step, whatever its time."""
+    expected = on_one_node("hf")
+    saves = ("--save_every", "1", "--keep_checkpoints", "9")
+    (tmp_path / "clock").write_text(str(ahead))
+    other = f"export LD_PRELOAD={moved_clock.build(tmp_path)} CLOCK_FILE={tmp_path / 'clock'} && date +%s"
+    with Nodes() as nodes:
+        for part in ("from scratch", "resumed"):
+            begun = time.time()
+            runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, *saves, on_node_1=other)
+            ends(runs, 300)
+            assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
+            assert abs(int(runs[1].text().split()[0]) - begun - ahead) < 20, "node 1 has the clock of node 0"
+            assert ("resuming after step 2" in runs[0].text()) == (part == "resumed"), runs[0].text()
+            check_equal(expected, tmp_path / "run")
+            if part == "from scratch":
+                go_back(tmp_path / "run", 2)
+                older = tmp_path / "run" / "checkpoints" / "step_000001"
+                for path in (*older.rglob("*"), older):
+                    os.utime(path, (begun + 90, begun + 90))
+
+
+NOT_SHARED = "is not the same folder on all nodes"
+REMEDY = "choose one on a shared file system"
+
+
+@pytest.fixture
+def finished(on_one_node, tmp_path):
+    """The folder of results of a run that is finished, to be changed."""
+    on_one_node("hf")
+    return shutil.copytree(on_one_node.places["hf"], tmp_path / "runs")
+
+
+def test_a_resume_where_each_node_has_its_own_disk(finished, tiny, tmp_path):
+    """The same path, but node 1 has nothing there: both nodes end with one sentence."""
+    go_back(finished / "run", 2)
+    with Nodes() as nodes:
+        runs = nodes.launch(tiny, [finished] * 2, tmp_path, *STEPS, on_node_1=f"mount -t tmpfs none {finished}")
+        ends(runs, 120)
+        assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
+    for run in runs:
+        said = [line for line in run.text().splitlines() if line.startswith("error: ")]
+        assert len(said) == 1 and f"error: --output_dir {finished} {NOT_SHARED}: rank 1 on node1" in said[0], run.text()
+        assert said[0].endswith(REMEDY)
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_run_that_is_finished_on_the_disk_of_one_node(finished, tiny, tmp_path, blind):
+    """The nodes end within a minute instead of waiting for ranks that have ended."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    outs = [finished, finished]
+    outs[blind] = empty
+    with Nodes() as nodes:
+        runs = nodes.launch(tiny, outs, tmp_path, *STEPS)
+        ends(runs, 90)
+        codes = [run.end(10) for run in runs]
+    assert codes == ([2, 0] if blind == 0 else [1, 2]), "\n".join(run.text() for run in runs)
+    if blind == 1:
+        assert f"{finished / 'run'} is finished" in runs[0].text() and "has waited" not in runs[0].text()
+        assert "another node failed after the ranks of this one: rank 1 ended first, with exit code 2" in runs[0].text()
+    said = [line for line in runs[blind].text().splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and f"the ranks on node{1 - blind} ended with exit code 0" in said[0], runs[blind].text()
+    assert f"--output_dir {NOT_SHARED}; {REMEDY}" in said[0]
+
+
+def test_a_model_that_is_another_on_each_disk(tiny, tmp_path):
+    """Weights of one layout with other numbers: the reference of node 1 would be another model without a word."""
+    model, other = (shutil.copytree(tiny, tmp_path / name) for name in ("model", "other"))
+    weights = {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    with Nodes() as nodes:
+        runs = nodes.launch(model, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=f"mount --bind {other} {model}")
+        ends(runs, 120)
+        assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
+    for run in runs:
+        assert "the ranks of this launch differ: digest of --model_name_or_path is" in run.text(), run.text()
+        assert "start all ranks with the same command, code, packages, models and data" in run.text()
+
+
+def test_code_that_is_another_on_each_disk(tiny, tmp_path):
+    other = tmp_path / "utils.py"
+    other.write_text((ROOT / "utils.py").read_text() + "# edited on one node\n")
+    with Nodes() as nodes:
+        mount = f"mount --bind {other} {ROOT / 'utils.py'}"
+        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=mount)
+        ends(runs, 120)
+        assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
+    assert all("the ranks of this launch differ: file utils.py is" in run.text() for run in runs)
 
 
 @pytest.mark.parametrize("node", [0, 1])
