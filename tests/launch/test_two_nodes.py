@@ -14,7 +14,7 @@ from pathlib import Path
 
 import moved_clock
 import pytest
-from helpers import ROOT, command, finish, go_back, record
+from helpers import PROBLEMS, ROOT, command, finish, go_back, record
 from safetensors.torch import load_file, save_file
 from two_nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
@@ -142,38 +142,62 @@ def test_a_run_that_is_finished_on_the_disk_of_one_node(finished, tiny, tmp_path
         runs = nodes.launch(tiny, outs, tmp_path, *STEPS)
         ends(runs, 90)
         codes = [run.end(10) for run in runs]
-    assert codes == ([2, 0] if blind == 0 else [1, 2]), "\n".join(run.text() for run in runs)
-    if blind == 1:
-        assert f"{finished / 'run'} is finished" in runs[0].text() and "has waited" not in runs[0].text()
-        assert "another node failed after the ranks of this one: rank 1 ended first, with exit code 2" in runs[0].text()
+    assert codes[blind] == 2 and codes[1 - blind] == 1, "\n".join(run.text() for run in runs)
+    text = runs[1 - blind].text()
+    assert (f"{finished / 'run'} is finished" in text) == (blind == 1)  # rank 0 prints it
+    assert f"another node failed: rank {blind} ended first, with exit code 2; see what node{blind} printed" in text
+    assert "has waited" not in text and "Traceback" not in text, text
     said = [line for line in runs[blind].text().splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and f"the ranks on node{1 - blind} ended with exit code 0" in said[0], runs[blind].text()
     assert f"--output_dir {NOT_SHARED}; {REMEDY}" in said[0]
 
 
-def test_a_model_that_is_another_on_each_disk(tiny, tmp_path):
-    """Weights of one layout with other numbers: the reference of node 1 would be another model without a word."""
-    model, other = (shutil.copytree(tiny, tmp_path / name) for name in ("model", "other"))
+def make_classifier(tiny: Path, folder: Path, seed: int) -> Path:
+    """A reward model with random weights by ``seed``, as large as the tiny model."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(seed)
+    config = LlamaConfig.from_pretrained(tiny, num_labels=1, architectures=["LlamaForSequenceClassification"])
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return folder
+
+
+def parts(what: str, tiny: Path, place: Path) -> tuple[Path, Path, tuple[str, ...], str]:
+    """Return a part of a run, another version of it, the arguments that name it, and what the ranks call it."""
+    part, other = (place / name for name in ("part", "other"))
+    if what == "code":
+        other.write_text((ROOT / "utils.py").read_text() + "# edited on one node\n")
+        return ROOT / "utils.py", other, (), "file utils.py"
+    if what == "data":  # one row of the same length
+        rows = PROBLEMS.read_text()
+        part.with_suffix(".jsonl").write_text(rows)
+        other.write_text(rows.replace("5 + 2 =", "2 + 5 =", 1))
+        assert other.read_text() != rows
+        return part.with_suffix(".jsonl"), other, ("--dataset", f"{part}.jsonl"), "digest of --dataset"
+    if what == "reward model":
+        flag = "--reward_model_name_or_path"
+        return make_classifier(tiny, part, 1), make_classifier(tiny, other, 2), (flag, str(part)), f"digest of {flag}"
+    for folder in (part, other):
+        shutil.copytree(tiny, folder)
     weights = {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()}
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    return part, other, ("--model_name_or_path", str(part)), "digest of --model_name_or_path"
+
+
+@pytest.mark.parametrize("what", ["code", "data", "model", "reward model"])
+def test_a_part_that_is_another_on_each_disk(tiny, tmp_path, what):
+    """Under one path: without a comparison node 1 would train on other rows, or against another reference."""
+    part, other, words, name = parts(what, tiny, tmp_path)
     with Nodes() as nodes:
-        runs = nodes.launch(model, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=f"mount --bind {other} {model}")
+        mount = f"mount --bind {other} {part}"
+        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, *words, on_node_1=mount)
         ends(runs, 120)
         assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
     for run in runs:
-        assert "the ranks of this launch differ: digest of --model_name_or_path is" in run.text(), run.text()
+        assert f"the ranks of this launch differ: {name} is" in run.text(), run.text()
         assert "start all ranks with the same command, code, packages, models and data" in run.text()
-
-
-def test_code_that_is_another_on_each_disk(tiny, tmp_path):
-    other = tmp_path / "utils.py"
-    other.write_text((ROOT / "utils.py").read_text() + "# edited on one node\n")
-    with Nodes() as nodes:
-        mount = f"mount --bind {other} {ROOT / 'utils.py'}"
-        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=mount)
-        ends(runs, 120)
-        assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
-    assert all("the ranks of this launch differ: file utils.py is" in run.text() for run in runs)
 
 
 @pytest.mark.parametrize("node", [0, 1])
