@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from runtime.system.process import refuse
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch
-from runtime.training.memory import Sizes
+from runtime.training.memory import Sizes, row_lengths
 
 MASK_LIMIT = 2**30  # bytes of a dense mask; that of one row of 16,384 tokens in fp32
 SMALL_MASK = 2**28  # bytes, and 2048 places: below both FlexAttention's compilation costs more than it saves
@@ -200,13 +200,8 @@ def mask_bytes(layout: str, attention: str, budget: int, dtype: torch.dtype, arg
     """
     if attention in MASKLESS:
         return 0
-    longest = args.max_prompt_length + args.max_response_length
-    responses = args.num_samples_per_prompt_rollout * args.max_response_length
-    widths = {
-        "shared": min(budget, args.max_prompt_length + responses),
-        "packed": budget,
-        "padded": min(longest, budget // 2),
-    }
+    sample, group = row_lengths(args)
+    widths = {"shared": min(budget, group), "packed": budget, "padded": min(sample, budget // 2)}
     boolean = attention == "sdpa" and layout != "shared"
     return budget * widths[layout] * (1 if boolean else dtype.itemsize)
 
@@ -240,8 +235,8 @@ def choose_layout(args, sizes: Sizes, cuda: bool, dtype: torch.dtype, attention:
         layout, reason = "padded", f"masks of shared rows could take {mask / 2**30:.1f} GiB"
     if free:
         packed = "varlen" if half else "sdpa"
-        widest = min(budget, args.max_prompt_length + args.num_samples_per_prompt_rollout * args.max_response_length)
-        small = mask_bytes("shared", "sdpa", budget, dtype, args) <= SMALL_MASK and widest <= 2048
+        _, group = row_lengths(args)
+        small = mask_bytes("shared", "sdpa", budget, dtype, args) <= SMALL_MASK and min(budget, group) <= 2048
         shared = "sdpa" if small else "flex_attention"
         attention = {"shared": shared, "packed": packed, "padded": "sdpa"}[layout]
     return layout, attention, reason

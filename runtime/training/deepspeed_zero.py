@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.system import process
-from runtime.system.process import trim_heap
 from runtime.training.memory import reduce_bucket
 
 PLACES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_CPU_AFFINITY")
@@ -41,10 +40,7 @@ def current_weights(
     if zero_stage == 3 and in_buckets and not (checkpoint_names and _is_renamed(model)):
         finish_gpu_work()
         return ShardedWeights(model)
-    if zero_stage < 3:
-        weights = model.state_dict()
-    else:
-        weights = _gathered_weights(model)
+    weights = model.state_dict() if zero_stage < 3 else _gathered_weights(model)
     if checkpoint_names:
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -163,10 +159,9 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }
-    if "optimizer" in args.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
-    if "param" in args.offload:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    for part in ("optimizer", "param"):
+        if part in args.offload:
+            zero[f"offload_{part}"] = {"device": "cpu", "pin_memory": cuda}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -214,8 +209,7 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     if cuda and "optimizer" in args.offload:
         torch.set_num_threads(offload_threads())
     # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
-    patience = timedelta(days=1)
-    process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=patience)
+    process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=timedelta(days=1))
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[process_group])
 
@@ -233,7 +227,7 @@ def dedupe_fp32_weights(engine):
             for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
                 master.data = weights.data
             zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
-    trim_heap()  # partitioning leaves gaps nearly as large as the optimizer's states
+    process.trim_heap()  # partitioning leaves gaps nearly as large as the optimizer's states
     return engine
 
 

@@ -14,7 +14,6 @@ from runtime.arguments import flags
 from runtime.data import rendering
 from runtime.data.samples import Problem
 from runtime.system import process
-from runtime.system.process import refuse
 from runtime.training import memory, model_files
 
 SMALL = 2e8  # parameters; models below learn at the quickstart's rate
@@ -70,7 +69,7 @@ def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
     names = {name for verifier in verifiers for name in verifier.split(",")}
     known = {name: RESPONSES[name] for name in names if name in RESPONSES}
     if not known:
-        refuse(
+        process.refuse(
             f"--max_response_length: was not given, and the usual length for {', '.join(sorted(names))} is unknown "
             f"(the default of 32 is for the quickstart's sums); pass it, for example 512 for a short explanation, "
             f"2048 for a derivation, 4096 for a model that thinks first"

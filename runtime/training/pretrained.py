@@ -164,9 +164,8 @@ def prepare_for_training(model) -> None:
 
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     model.generation_config = GenerationConfig(**{name: getattr(model.generation_config, name, None) for name in names})
-    holders = [model.config, model.config.get_text_config()]
+    holders = [model.config, model.config.get_text_config(), *model.modules()]
     for module in model.modules():
-        holders.append(module)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(module, nn.Embedding):
