@@ -44,7 +44,7 @@ def children() -> list[int]:
 
 
 def ranks() -> list[int]:
-    """The children that torch has started as ranks; libraries start others for an instant while they are imported."""
+    """Return the children that torch started as ranks; libraries start others for an instant while they are imported."""
     found = []
     for pid in children():
         with suppress(OSError):  # it has just ended
