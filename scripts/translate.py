@@ -357,11 +357,16 @@ def few_words(
     given = [row for key in foreign if (row := row_of(key, table))]
     given = [table[row.ours] if row.kind == "renamed" else row for row in given]
     named = {flag for row in given for flag in re.findall(r"--(\w+)", row.ours)}
+    named |= {"prompt_key", "ground_truth_key"} - set(before.flags)  # the columns that a reward function reads
     ours.flags = {flag: value for flag, value in ours.flags.items() if flag in named and flag in known}
-    ours.script, ours.preset, ours.relied = family, None, {}
+    preset, ours.script, ours.preset, ours.relied = ours.preset, family, None, {}
     if not gpus and "num_processes" not in named and "vllm_engines" not in ours.flags:
         ours.processes = 1
     ours.differs = [text for text in ours.differs if text not in before.differs]
+    if preset:
+        ours.differs.append(
+            f"only the words given are translated; --preset {preset} sets the defaults that they rely on"
+        )
     return ours
 
 
@@ -375,6 +380,8 @@ def add_own(
         flag = key.removeprefix("no_") if key not in known else key
         if flag not in known:
             continue
+        if flag == "vllm_args" and isinstance(value, dict):  # an old form of it, beside settings that were translated
+            value = json.loads(ours.flags.get(flag, "{}")) | value
         value = json.dumps(value) if isinstance(value, dict) else value
         ours.flags[flag] = False if flag != key else converted(value, known[flag]) if known[flag] == "bool" else value
         ours.relied.pop(flag, None)
