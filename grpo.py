@@ -98,10 +98,10 @@ class Args(flags.RunFlags):
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Multiply a token's policy loss and KL (except full) by the ratio of its probabilities, trainer/sampler, capped at
-    this. 0 disables. Default: 2 with --async_steps unless --importance_sampling_mask is set; otherwise off."""
+    """Multiply a token's policy loss, and its KL unless kl_estimator is full, by its probability ratio trainer/sampler,
+    capped at this. 0 disables. Default: 2 with --async_steps unless --importance_sampling_mask is set, else off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH (IcePop: 0.5 5): scale policy loss and KL (except full) by trainer/sampler, or 0 outside [LOW, HIGH]."""
+    """LOW HIGH (IcePop: 0.5 5): like truncated_importance_sampling_ratio_cap, but ratios outside [LOW, HIGH] are 0."""
 
     # ---- KL
     beta: float = 0.0
@@ -118,7 +118,7 @@ class Args(flags.RunFlags):
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_reward_norm: Literal["after_norm", "before_norm"] = "after_norm"
-    """Subtract the KL in the reward from normalized advantages (after_norm) or from the raw rewards (before_norm)."""
+    """Subtraction of the KL in the reward. after_norm: from normalized advantages. before_norm: from raw rewards."""
     kl_target: tuple[float] | tuple[float, float] | None = None
     """TARGET [HORIZON]: adapt the KL coefficient (in the reward if there is one, else in the loss) to keep that KL near
     TARGET nats per token. A larger HORIZON (in sequences, default 10000) adapts more slowly. Default: off."""
@@ -283,8 +283,8 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    # Only terms of the sampled token get the importance weight. Entropy and full KL sum over the vocabulary: a weight
-    # would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
+    # Only terms of the sampled token get the importance weight. Entropy and full KL are sums over the vocabulary: a
+    # weight would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
@@ -329,8 +329,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
          ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    The thread computes until the batch named by the last "until" is complete, and only then reads messages again (with
-    --inflight_updates off, "generate" also acts as "until"). When it reads depends on finished requests, not on time,
+    The thread generates until the batch of the last "until" message is complete, and only then reads messages (with
+    --inflight_updates off, "generate" also acts as "until"). The moment depends on finished requests, not on time,
     so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
     While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """
@@ -589,9 +589,9 @@ def main(args: Args, ready: Ready | None) -> None:
         engine_N = batching.per_token([s.engine for s in samples], offsets, device)
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
-        # Which samples take part. in_loss: counted in the loss's normalization. with_gradient: computed in the update.
-        # With no reference and no entropy bonus, groups of equal rewards have gradient 0 and are not computed. If a
-        # mini-batch has only such groups, one sample is computed anyway, so that AdamW still steps (it has momentum).
+        # in_loss: samples counted in the loss's normalization. with_gradient: samples that the update runs through the
+        # model. With no reference and no entropy bonus, groups of equal rewards have gradient 0 and are left out. If a
+        # mini-batch has only such groups, one sample is run anyway, so that AdamW still steps (it has momentum).
         zero_std_P = equal_rewards(rewards_PG.amin(1), rewards_PG.amax(1))
         in_loss = list(range(len(samples)))
         if args.filter_zero_std_samples:
@@ -603,7 +603,7 @@ def main(args: Args, ready: Ready | None) -> None:
             with_gradient = [i for i in in_loss if not zero_std_P[samples[i].prompt_id]]
 
         # 5 log-probs: the reference's if there is one; old ones if updates > 1 or there is a KL in the reward
-        first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may compute one of these
+        first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may run one anyway
         known = sorted({*with_gradient, *first_of_groups.values()})
         if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):
             known = list(range(len(samples)))  # controller and group statistics need the KL of every response

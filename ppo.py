@@ -96,10 +96,10 @@ class Args(flags.RunFlags):
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
-    """Multiply a token's policy loss and KL (except full) by the ratio of its probabilities, trainer/sampler, capped at
-    this. 0 disables. Default: 2 with --async_steps unless --importance_sampling_mask is set; otherwise off."""
+    """Multiply a token's policy loss, and its KL unless kl_estimator is full, by its probability ratio trainer/sampler,
+    capped at this. 0 disables. Default: 2 with --async_steps unless --importance_sampling_mask is set, else off."""
     importance_sampling_mask: tuple[float, float] | None = None
-    """LOW HIGH (IcePop: 0.5 5): scale policy loss and KL (except full) by trainer/sampler, or 0 outside [LOW, HIGH]."""
+    """LOW HIGH (IcePop: 0.5 5): like truncated_importance_sampling_ratio_cap, but ratios outside [LOW, HIGH] are 0."""
 
     # ---- KL
     beta: float = 0.0
@@ -365,8 +365,8 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     if args.clip_ratio_c is not None:  # dual clip, arXiv 1912.09729
         bound_T = -t.advantages_T * args.clip_ratio_c
         policy_T = torch.where(t.advantages_T < 0, torch.minimum(policy_T, bound_T), policy_T)
-    # Only terms of the sampled token get the importance weight. Entropy and full KL sum over the vocabulary: a weight
-    # would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
+    # Only terms of the sampled token get the importance weight. Entropy and full KL are sums over the vocabulary: a
+    # weight would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
@@ -564,8 +564,8 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     out  ("ready",), ("sample", batch, key, *Episode.found()), ("weights", version, seconds in engine.step()),
          ("slept",), ("called", function(llm)), ("error", exception), which the main thread raises again
 
-    The thread computes until the batch named by the last "until" is complete, and only then reads messages again (with
-    --inflight_updates off, "generate" also acts as "until"). When it reads depends on finished requests, not on time,
+    The thread generates until the batch of the last "until" message is complete, and only then reads messages (with
+    --inflight_updates off, "generate" also acts as "until"). The moment depends on finished requests, not on time,
     so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
     While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """

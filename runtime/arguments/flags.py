@@ -132,7 +132,7 @@ class RunFlags:
     ground_truth_key: str | None = None
     """Column of the ground truth. Default: detected from the columns, else "answer"."""
     system_prompt: str | None = None
-    """System message of each prompt; "" for none. Default: a row's own, else a built-in one (math, reasoning_gym)."""
+    """System message; "" for none. Default: a row's own, else a built-in one for some data (e.g. MATH, chain_sum)."""
     chat_template: str | None = None
     """Chat template: path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none (plain text).
     Default: the tokenizer's. A JSON object sets template variables, e.g. {"enable_thinking": false} for Qwen3."""

@@ -98,7 +98,7 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
         "clock = utils.Phases(args, engine, reference, [policy], device)",
         "in_loss = list(range(len(samples)))",
         "if reference is None and args.entropy_coef == 0:",
-        "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may compute one of these",
+        "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may run one anyway",
         "known = list(range(len(samples)))  # controller and group statistics need the KL of every response",
         "kind = args.advantage_normalization_type",
         "if known:",
