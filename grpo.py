@@ -55,7 +55,7 @@ class Args(flags.RunFlags):
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
     preset: str | None = None
     """Use the defaults of another framework, e.g. verl (docs/evidence/presets.md). All other flags take precedence."""
-    total_steps: int = 28
+    total_steps: int = 20
     """Number of training steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
     """Alternative to total_steps: total number of samples, rounded down to whole steps."""
@@ -519,7 +519,7 @@ def evaluate(
     with clock("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    log.evaluation(utils.eval_metrics(samples, problems, step))
+    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": clock.seconds["eval"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

@@ -44,7 +44,7 @@ def children() -> list[int]:
 
 
 def ranks() -> list[int]:
-    """Return the children that torch started as ranks; libraries start others for an instant while they are imported."""
+    """Return the children that torch started as ranks; imports of libraries start others for an instant."""
     found = []
     for pid in children():
         with suppress(OSError):  # it has just ended

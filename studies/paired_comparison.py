@@ -55,7 +55,7 @@ PLACE = "--output_dir runs/ab "
 TESTBED = (
     f"{PLACE}--model_name_or_path models/testbed-1 --dtype float32 --total_steps 40 --eval_prompts 64 "
     "--eval_samples 8 --dataset reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1 "
-    "--learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 "
+    "--max_prompt_length 64 --max_response_length 32 --learning_rate 2e-4 --lr_min_ratio 0 --save_minutes 0 "
     """--vllm_args '{"kv_cache_memory_bytes": 107374182}'"""
 )
 # Values of --reward_control -> what a run is then trained on.

@@ -15,7 +15,8 @@ lanes=${LANES:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1} # vLLM compiles one small function: half a second of every run
 loss="loss/k1/naive loss/k2/naive loss/k3/naive loss/k3/unbiased loss/k4/naive"
-flags=(--num_unique_prompts_rollout 4 --save_minutes 0)
+sums="reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1" # results may be negative
+flags=(--num_unique_prompts_rollout 4 --save_minutes 0 --dataset "$sums" --max_prompt_length 64)
 if [[ ${1:-} == --real ]]; then
     shift
     export EXP_NAME=study_real OUTPUT_DIR=${OUTPUT_DIR:-runs/study_kl_real} MINI_BATCHES=2
@@ -35,7 +36,7 @@ else
     samples=4
     flags+=(
         --model_name_or_path models/testbed-1
-        --dataset "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+        --max_response_length 32
         --dtype float32 --total_steps 40 --learning_rate 2e-4 --lr_min_ratio 0 --eval_prompts 64 --vllm_args '{"kv_cache_memory_bytes":107374182}'
     )
 fi

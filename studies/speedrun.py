@@ -1,6 +1,6 @@
 """Seconds until held-out accuracy reaches a stated value. docs/evidence/speedrun.md has the rules and the results.
 
-    python studies/speedrun.py                        CPU track: the quickstart's task to pass@1 0.80, three seeds
+    python studies/speedrun.py                        CPU track: sums, also negative ones, to pass@1 0.80, three seeds
     python studies/speedrun.py --track gpu            GPU track: GSM8K to greedy accuracy 0.55, three seeds
     python studies/speedrun.py --seeds 1 --flags="--num_unique_prompts_rollout 4"         an attempt with other flags
 
@@ -47,8 +47,9 @@ class Track:
 
 TRACKS = {
     "cpu": Track(
-        title="quickstart, held-out pass@1",
-        words="--total_steps 48 --eval_every 4",
+        title="signed sums, held-out pass@1",
+        words="--dataset 'reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' "
+        "--max_prompt_length 64 --max_response_length 32 --total_steps 48 --eval_every 4",
         target=0.80,
         limit=3600.0,
     ),

@@ -41,7 +41,7 @@ from runtime.system import process
 class Args:
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
     """Local folder or hub id of the policy."""
-    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&min_answer=0"
     """A task of reasoning-gym whose answers are numbers: reasoning_gym:NAME?key=value."""
     steps: int = 28
     """Number of batches to sample and train on."""

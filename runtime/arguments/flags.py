@@ -121,7 +121,7 @@ class RunFlags:
     """Recompute activations in the backward pass. Training is about a third slower and needs much less memory."""
 
     # ---- data
-    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&min_answer=0"
     """Training data: reasoning_gym:NAME?key=value; a .jsonl, .json, .parquet or .csv file; a folder from save_to_disk;
     or a hub id (ID:CONFIGURATION, ID@SPLIT; default train). {"a": 0.5, "b": 500}: half of a, 500 rows of b."""
     eval_dataset: str | None = None

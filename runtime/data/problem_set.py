@@ -33,11 +33,11 @@ from runtime.data.sources import (
 from runtime.system import sandbox
 from runtime.system.process import on_a_line, print_on_rank_0, refuse
 
-# For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. The example of the
-# first one shows that results can be negative: what is never sampled is never learned, and a minus sign is rare under
-# the model's own system prompt.
+# For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. Where sums can be
+# negative, the example shows one: what is never sampled is never learned, and a minus sign is rare without it.
 SYSTEM_PROMPTS = {
     "reasoning_gym:chain_sum": "Write out the calculation: 2 - 4 = -2",
+    "reasoning_gym:chain_sum?min_answer=0": "Write out the calculation: 9 - 4 = 5",
     "math": "Reason step by step and put the final answer in \\boxed{}.",
     "reasoning_gym": "Give the final answer between <answer> and </answer>.",
 }
@@ -194,12 +194,16 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
                 verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
     if args.verifier_key is not None or given:
         verifier_key = args.verifier_key
-    system = args.system_prompt
-    if system is None:
-        system = SYSTEM_PROMPTS.get(source.split("?")[0])
+    system = args.system_prompt if args.system_prompt is not None else task_system_prompt(source)
     if system is None and not given:
         system = SYSTEM_PROMPTS.get(verifier)
     return Columns(prompt, truth, given or verifier, verifier_key, system, args.system_prompt is not None)
+
+
+def task_system_prompt(source: str) -> str | None:
+    """Return the system prompt built in for a task of reasoning-gym, None for other tasks and sources."""
+    task, _, options = source.partition("?")
+    return SYSTEM_PROMPTS.get(f"{task}?min_answer=0" if "min_answer=0" in options.split("&") else task)
 
 
 def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
@@ -509,7 +513,7 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
 
 
 CHECKERS = ("checker", "generated_checker", "special_judge", "check_func")  # columns of programs that judge an output
-COMMON = 0.05  # fraction of the rows from which on one ground truth is frequent
+COMMON = 0.1  # fraction of the rows from which on one ground truth is frequent
 
 
 def _doubts(problems: list[Problem], contradicting: int) -> list[str]:

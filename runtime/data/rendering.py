@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from runtime.data import problem_set
-from runtime.data.problem_set import SYSTEM_PROMPTS, Messages, check_enough
+from runtime.data.problem_set import Messages, check_enough, task_system_prompt
 from runtime.data.samples import Problem
 from runtime.data.sources import cached_map, digest, gym_rows, int_lists
 from runtime.system.flag_values import first_line
@@ -206,7 +206,7 @@ def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str,
 
 def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
     """Return the rows of a reasoning-gym task in random order, each question once; ``ids`` are those of the prompt."""
-    system = {"role": "system", "content": SYSTEM_PROMPTS.get(source.split("?")[0], "")}
+    system = {"role": "system", "content": task_system_prompt(source) or ""}
     rows = list({row["question"]: row for row in gym_rows(source, seed)}.values())
     conversations = [[system, {"role": "user", "content": row["question"]}] for row in rows]
     for row, ids in zip(rows, render(conversations, tokenizer, None), strict=True):

@@ -182,7 +182,8 @@ def eval_line(result: dict[str, Any]) -> str:
         parts.append(f"reward {result['eval/reward_mean']:.3f}")
     parts.append(f"length {result['eval/length_mean']:.1f}")
     parts.append(f"truncated {result['eval/truncated_frac']:.0%}")
-    parts.append(f"({result['eval/problems']} problems)")
+    seconds = f" in {result['time/eval']:.1f} s" if "time/eval" in result else ""
+    parts.append(f"({result['eval/problems']} problems{seconds})")
     return "  ".join(parts)
 
 

@@ -456,7 +456,7 @@ def test_two_ranks_make_the_run_of_one(place, stage, tiny, tmp_path):
 @on_both_slow
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_the_quickstart(place, script, tmp_path):
-    """On a GPU the whole of it: held-out pass@1 from below 0.3 to 0.65; three seeds on CPUs reached 0.70 to 0.78. Here
+    """On a GPU the whole of it: held-out pass@1 from below 0.3 to 0.75; eight runs on CPUs reached 0.88 to 0.95. Here
     two steps.
     """
     model = ROOT / "models" / "SmolLM2-135M-Instruct"
@@ -474,7 +474,7 @@ def test_the_quickstart(place, script, tmp_path):
     before, after = (read_jsonl(tmp_path / "run" / "eval.jsonl")[k]["eval/pass@1"] for k in (0, -1))
     print(f"{place} {script}: pass@1 {before:.3f} -> {after:.3f} in {seconds:.0f} s, {len(steps)} steps")
     if whole:
-        assert before < 0.3 and after >= 0.65
+        assert before < 0.3 and after >= 0.75
 
 
 @on_both_slow

@@ -37,7 +37,7 @@ def test_the_notebook_has_no_outputs_and_names_files_that_exist():
 
 @pytest.mark.slow
 def test_every_cell_of_the_notebook_runs(tmp_path):
-    """With 3 steps of training in place of 28: all cells pass, and what they draw, write and compare is there."""
+    """With 3 steps of training in place of 20: all cells pass, and what they draw, write and compare is there."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
@@ -46,7 +46,7 @@ def test_every_cell_of_the_notebook_runs(tmp_path):
         shutil.copy2(ROOT / name, tmp_path / name)
     for name in (".venv", "models"):
         (tmp_path / name).symlink_to(ROOT / name)
-    sources = "\n\n".join(cells("code")).replace(SETUP, "").replace("STEPS = 28", "STEPS = 3")
+    sources = "\n\n".join(cells("code")).replace(SETUP, "").replace("STEPS = 20", "STEPS = 3")
     (tmp_path / "cells.py").write_text(sources)
     line = [sys.executable, str(tmp_path / "cells.py")]
     done = subprocess.run(

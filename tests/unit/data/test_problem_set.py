@@ -40,14 +40,30 @@ def questions(problems: list[Problem]) -> list[str]:
 
 
 def test_split_of_the_default_data():
-    """The two-number sums have 200 distinct prompts among 2000 rows: 64 are held out, 136 trained on."""
+    """The two-number sums of at least 0 have 155 distinct prompts: 64 are held out, 91 trained on."""
     training, evaluation = problem_set.load_problems(Args(), truth_error)
-    assert (len(training), len(evaluation)) == (136, 64)
-    assert len({*questions(training), *questions(evaluation)}) == 200
+    assert (len(training), len(evaluation)) == (91, 64)
+    assert len({*questions(training), *questions(evaluation)}) == 155
+    assert all(float(problem.truth) >= 0 for problem in [*training, *evaluation])
     assert questions(training)[:5] != sorted(questions(training))[:5]
     again = problem_set.load_problems(Args(), truth_error)
     assert [questions(part) for part in again] == [questions(training), questions(evaluation)]
     assert all(json.loads(json.dumps(p.row)) == p.row for p in training), "rows travel to the workers: plain data only"
+
+
+@pytest.mark.parametrize(
+    ("options", "example"),
+    [
+        ("", "2 - 4 = -2"),
+        ("?max_terms=2", "2 - 4 = -2"),
+        ("?min_answer=0", "9 - 4 = 5"),
+        ("?a=1&min_answer=0", "9 - 4 = 5"),
+    ],
+)
+def test_the_example_of_sums_is_one_that_the_task_has(options, example):
+    """A result below zero where there are such, else none; another task has no example."""
+    assert problem_set.task_system_prompt(f"reasoning_gym:chain_sum{options}").endswith(f": {example}")
+    assert problem_set.task_system_prompt(f"reasoning_gym:leg_counting{options}") is None
 
 
 def rows(count: int = 30) -> list[dict]:

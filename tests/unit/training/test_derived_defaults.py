@@ -82,20 +82,20 @@ def test_the_quickstart_is_what_it_was(of, tiny):
     [(1.35e8, (3e-5, 1e-4)), (3.6e8, (5e-6, 3e-5)), (4.9e8, (1e-6, 1e-5)), (7.6e9, (1e-6, 1e-5))],
 )
 def test_the_rate_follows_from_the_size_of_the_model(parameters, rates, monkeypatch):
-    """Of policy and critic; what is given, by flag or preset, stays. 28 steps are the quickstart's alone."""
+    """Of policy and critic; what is given, by flag or preset, stays. 20 steps are the quickstart's alone."""
     monkeypatch.setattr(memory, "read_model", lambda *rest: of_size(parameters))
     problems = [Problem([], "1", "last_number", {})] * 1000
     args = parsed("--model_name_or_path", "someone/model", of=ppo)
     derived_defaults.fill(args, problems, [])
     assert (args.learning_rate, args.critic_learning_rate) == rates
-    assert args.total_steps == (28 if parameters < derived_defaults.SMALL else 200)
+    assert args.total_steps == (20 if parameters < derived_defaults.SMALL else 200)
     for words in (["--learning_rate", "7e-6"], ["--learning-rate=7e-6"]):
         args = parsed("--model_name_or_path", "someone/model", *words)
         derived_defaults.fill(args, problems, [])
         assert args.learning_rate == 7e-6
     args = parsed("--model_name_or_path", "someone/model", "--preset", "verl", "--total_epochs", "2")
     derived_defaults.fill(args, problems, [])
-    assert args.learning_rate == 1e-6 and args.total_steps == 28
+    assert args.learning_rate == 1e-6 and args.total_steps == 20
     made = grpo.Args(model_name_or_path="someone/model")
     derived_defaults.fill(made, problems, [])
     assert made == grpo.Args(model_name_or_path="someone/model"), "what is made in Python is meant"
