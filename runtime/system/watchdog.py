@@ -106,8 +106,7 @@ class Watch:
     is on a node that does not answer for ``network.SILENCE`` seconds, or does not come; and a run in which no rank has
     made progress (a message, a forward pass, a phase, a file) for ``timeout`` seconds (0 disables). A rank that
     waits for a slower one is not stalled: progress is counted on the board, for all ranks together; nor is one that
-    waits for its engine, which has the same limit of its own. A second thread ends a rank that the board itself does
-    not answer.
+    waits for its engine, which has the same limit of its own. A second thread ends a rank whose board is silent.
     """
 
     progress: float | None = None  # time of the last progress; None before the first
@@ -131,7 +130,8 @@ class Watch:
         self.unanswered = 0  # half seconds for which the board has not answered
         Watch.progress = None
         Watch.current = self
-        threading.Thread(target=self._look, daemon=True, name="watchdog").start()
+        self.looking = threading.Thread(target=self._look, daemon=True, name="watchdog")
+        self.looking.start()
         threading.Thread(target=self._listen, daemon=True, name="watchdog of the board").start()
 
     @staticmethod
@@ -142,6 +142,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching: this rank has come to its end."""
         self.ended.set()
+        self.looking.join(5.0)  # a thread that is inside of torch when Python ends aborts the process
         Watch.current = None
         self.door.close()
 

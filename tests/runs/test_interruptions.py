@@ -463,6 +463,32 @@ def test_progress_of_any_rank_counts(monkeypatch):
     assert ends and "no progress on any rank for" in ends[0]
 
 
+def test_nothing_asks_the_board_after_the_end(monkeypatch):
+    """A call over a slow link may take a while; a thread inside of it would abort a process that ends."""
+    from runtime.system import watchdog
+
+    class SlowBoard:
+        asked = 0
+
+        def set(self, *_): ...
+
+        def add(self, *_):
+            return 0
+
+        def check(self, _):
+            self.asked += 1
+            time.sleep(1.0)
+            return False
+
+    board = SlowBoard()
+    monkeypatch.setattr(watchdog, "board", lambda *_: board)
+    watch = watchdog.Watch(0)
+    while not board.asked:
+        time.sleep(0.01)
+    watch.close()
+    assert not watch.looking.is_alive()
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("message", "failure", "lives", "error", "words"),
