@@ -126,7 +126,7 @@ def test_the_plan_of_a_command_line(tiny, capsys, monkeypatch):
     words = ["a10:2", str(ROOT / "ppo.py"), "--model_name_or_path", str(tiny), "--beta", "0.1", "--dry_run"]
     rehearse_gpu_run.main(words)
     said = capsys.readouterr().out
-    assert "of the GPU's 22.4" in said and "micro_batch_tokens 16384" in said and "28 steps in" in said
+    assert "of the GPU's 22.4" in said and "micro_batch_tokens 16384" in said and "20 steps in" in said
     with pytest.raises(SystemExit) as stop:
         rehearse_gpu_run.main([*words, "--vllm_engines", "2"])
     assert stop.value.code == 2

@@ -219,6 +219,7 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
         mask_truncated_completions=True,
         ignore_eos=False,
         eval_prompts=0,
+        seed=3,
     )
     metrics = run_here(args, script)
     assert [m["kl/coef"] for m in metrics] == [0.3] * 3

@@ -584,7 +584,7 @@ def test_the_importance_weight_does_what_its_help_says(modules, name):
     loss_is_bounded = not torch.equal(pieces[0]["policy"], pieces[1]["policy"])
     assert loss_is_bounded == (name not in IN_THE_RATIO)
     help_text = variant.variant(name).partition("truncated_importance_sampling_ratio_cap:")[2].splitlines()[1]
-    assert ("a token's loss" in help_text) == loss_is_bounded
+    assert ("policy loss" in help_text) == loss_is_bounded
 
 
 def test_reinforce_pp_keeps_the_proportions_of_the_groups(modules):

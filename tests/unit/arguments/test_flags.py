@@ -1081,7 +1081,7 @@ def test_dry_run(tiny, tmp_path, capsys):
         "8 prompts x 8 samples = 64 samples",
         "2048 new tokens, 6 optimizer step(s)",
         "5 steps, 320 samples, 30 optimizer steps",
-        "136 problems",
+        "91 problems",
         "held out",
         "<|im_start|>user\\nState the final answer",
         "KL: 0.1 x k3 in the loss",
