@@ -450,7 +450,7 @@ def test_a_submission_with_set_up_and_a_prefix_trains_on_two_ranks(tiny, tmp_pat
     run = tmp_path / "out" / "run"
     assert json.loads((run / "config.json").read_text())["world_size"] == 2
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
-    assert len(list((tmp_path / "job").glob("finished.*"))) == 1
+    assert len(list((tmp_path / "job").glob("*/finished.*"))) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- secrets
