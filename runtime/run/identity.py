@@ -63,10 +63,10 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
     own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
-    digests = {"--dataset": data, "--model_name_or_path": files_digest(args.model)}
-    if args.reward_model_name_or_path is not None:
-        digests["--reward_model_name_or_path"] = files_digest(args.reward_model)
-    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
+    models = {f"--{name}": value for name, value in vars(args).items() if name.endswith("_name_or_path") and value}
+    models |= {f"--critic {word}": word.partition("=")[2] for word in getattr(args, "critic", ()) if "_path=" in word}
+    digests = {flag: files_digest(args.model.parse(value)) for flag, value in models.items()}
+    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": {"--dataset": data, **digests}}
 
 
 def script_of(args) -> str:

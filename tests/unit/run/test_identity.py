@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from helpers import (
     run_here,
     tiny_args,
 )
+from safetensors.torch import load_file, save_file
 
 import grpo
 from runtime.arguments import flags
@@ -331,6 +333,26 @@ def test_the_difference_from_a_commit_has_files_that_are_not_tracked_yet(tmp_pat
     (tmp_path / "old.py").write_text("after = 1\n")
     lines = git.diff(tmp_path, ["old.py", "mine.py"]).splitlines()
     assert {"-before = 1", "+after = 1", "+new = 1"} <= set(lines) and "+other = 1" not in lines
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("--model_name_or_path", lambda place: {"model_name_or_path": place}),
+        ("--reward_model_name_or_path", lambda place: {"reward_model_name_or_path": place}),
+        ("--critic model_name_or_path", lambda place: {"critic": (f"model_name_or_path={place}",)}),
+    ],
+)
+def test_every_model_of_a_run_is_compared(tiny, tmp_path, flag, values):
+    """Ranks with other numbers under the same path are seen, also for the critic's own model."""
+    place = Path(shutil.copytree(tiny, tmp_path / "part"))
+    args = tiny_args(tiny, tmp_path, "ppo", **values(str(place)))
+    before = identity.facts(args, "")["digest of"]
+    weights = load_file(place / "model.safetensors")
+    save_file({name: weight * 1.5 for name, weight in weights.items()}, place / "model.safetensors", {"format": "pt"})
+    after = identity.facts(args, "")["digest of"]
+    changed = [name for name in before if before[name] != after[name]]
+    assert len(changed) == 1 and changed[0].startswith(flag)
 
 
 @pytest.mark.parametrize("given, dirty", [("0123abc", False), ("0123abc-dirty", True)])
