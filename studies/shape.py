@@ -39,7 +39,7 @@ BUDGETS = {
     "runtime/training": 1950,
     "runtime/environments": 1120,
     "runtime/engine": 1470,
-    "runtime/run": 2510,
+    "runtime/run": 2515,
     "grpo.py": 720,
     "ppo.py": 1015,
     "utils.py": 1150,

@@ -63,10 +63,14 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
     own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
-    models = {f"--{name}": value for name, value in vars(args).items() if name.endswith("_name_or_path") and value}
-    models |= {f"--critic {word}": word.partition("=")[2] for word in getattr(args, "critic", ()) if "_path=" in word}
-    digests = {flag: files_digest(args.model.parse(value)) for flag, value in models.items()}
-    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": {"--dataset": data, **digests}}
+    digests = {"--dataset": data}
+    for flag, value in own.items():
+        if flag.endswith("_name_or_path") and value:
+            digests[flag] = files_digest(args.model.parse(value))
+    for word in own.get("--critic", ()):
+        if word.startswith("model_name_or_path="):
+            digests["--critic model_name_or_path"] = files_digest(args.model.parse(word.partition("=")[2]))
+    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
 
 
 def script_of(args) -> str:
