@@ -37,7 +37,6 @@ test-gpu: setup
 # Real Slurm, Ray, and the parsers of SkyPilot and Beaker; installs them, those of PyPI into an environment of their own
 test-engines: setup
 	@command -v slurmctld >/dev/null || (apt-get update -q && apt-get install -yq slurmctld slurmd slurm-client munge iproute2)
-	@command -v debootstrap >/dev/null || (apt-get update -q && apt-get install -yq debootstrap)
 	@[ -x .engines/bin/ray ] || (python3 -m venv .engines && .engines/bin/pip install -q -r requirements-engines.txt)
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations 8 -rs -m engines tests/launch $(ARGS)
 

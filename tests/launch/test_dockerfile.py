@@ -91,13 +91,30 @@ def test_arguments_and_variables_reach_the_commands(tmp_path):
         image.apply(("ADD", "a b"))
 
 
-@pytest.mark.engines
+def pip_of_this_machine() -> tuple[dict[str, str], list[str]]:
+    """Return this machine's settings of pip as variables, and the folders that they name: a mirror, wheels of its own."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    names = ("index-url", "extra-index-url", "find-links", "trusted-host")
+    found = dict(re.findall(rf"^(?:global|:env:)\.({'|'.join(names)})='(.*)'$", listed.stdout, re.MULTILINE))
+    # The files of an index on disk are beside its folder of pages.
+    folders = [word.removeprefix("file://").removesuffix("/simple") for v in found.values() for word in v.split()]
+    variables = {"PIP_" + name.replace("-", "_").upper(): value for name, value in found.items()}
+    return variables, [folder for folder in folders if folder.startswith("/")]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("debootstrap") is None or os.geteuid() != 0, reason="needs debootstrap and root")
 def test_the_steps_make_an_environment_in_a_clean_root(tmp_path):
     """A Debian with nothing but its base: every step passes, and a dry run in it prints a prompt."""
     root = tmp_path / "root"
     subprocess.run(["debootstrap", "--variant=minbase", "bookworm", str(root)], check=True, timeout=900)
+    variables, folders = pip_of_this_machine()
+    if bundle := os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE"):
+        shutil.copy2(bundle, root / "certificates.pem")
+        variables["PIP_CERT"] = variables["SSL_CERT_FILE"] = "/certificates.pem"
     line = [sys.executable, str(ROOT / "tests" / "docker_steps.py"), str(root), "--then", "python grpo.py --dry_run"]
+    line += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+    line += [word for folder in folders for word in ("--bind", folder)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "\nprompt     " in done.stdout
