@@ -92,7 +92,7 @@ def test_arguments_and_variables_reach_the_commands(tmp_path):
 
 
 def pip_of_this_machine() -> tuple[dict[str, str], list[str]]:
-    """Return this machine's settings of pip as variables, and the folders that they name: a mirror, wheels of its own."""
+    """Return this machine's settings of pip as variables, and the folders that they name."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     names = ("index-url", "extra-index-url", "find-links", "trusted-host")
     found = dict(re.findall(rf"^(?:global|:env:)\.({'|'.join(names)})='(.*)'$", listed.stdout, re.MULTILINE))
