@@ -813,10 +813,11 @@ def test_overlong_penalty():
 def test_shape_penalties():
     sample = make_samples(1, 2)[0]
     sample.finish_reason, sample.response_ids = "stop", [1] * 30
-    found = Reward(1.0, {"correct": 1.0}, extracted="7")
+    found = Reward(1.0, {"correct": 1.0}, extracted="7", status="timeout")
     args = Args(max_response_length=32, overlong_buffer=4)
     rewards.shape_reward(sample, found, args)
     assert sample.reward == pytest.approx(1 - 0.5) and (sample.score, sample.extracted) == (1.0, "7")
+    assert sample.reward_status == "timeout"
     rewards.shape_reward(sample, found, Args())
     assert sample.reward == 1.0
 

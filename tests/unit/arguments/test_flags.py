@@ -1163,3 +1163,11 @@ def test_each_structured_flag_is_parsed_once(script, tiny, tmp_path, monkeypatch
     args = script.Args(**places, **small, **texts)
     assert script.preflight(args) is not None
     assert sorted(parsed) == sorted(f"--{name}" for name in texts)
+
+
+def test_the_folder_of_runs_is_that_of_the_environment(monkeypatch):
+    """A job that is submitted gets RUN_DIR; on the command line the flag wins, as for every default."""
+    monkeypatch.delenv("RUN_DIR", raising=False)
+    assert Args().output_dir == "runs"
+    monkeypatch.setenv("RUN_DIR", "elsewhere")
+    assert Args().output_dir == "elsewhere" and Args(output_dir="here").output_dir == "here"

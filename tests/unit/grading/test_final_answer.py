@@ -173,6 +173,7 @@ SAME_SIZE += [
     ("2\\text{ h }15\\text{ min}", "135\\text{ minutes}"),
     ("\\frac{\\pi}{2}", "90^\\circ"),
     ("2\\text{ kJ}", "2000\\text{ J}"),
+    ("2\\text{ kPa}", "2000\\text{ Pa}"),
 ]
 OTHER_SIZE = [
     ("10\\text{ cm}", "10\\text{ m}"),

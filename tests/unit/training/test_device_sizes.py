@@ -168,3 +168,10 @@ def test_a_model_on_the_hub_is_counted(monkeypatch, tmp_path):
     for _ in range(2):
         assert memory.read_model(ModelName("someone/model", "v2")).parameters > 0
     assert asked == [("someone/model", "config.json", "v2")]
+
+
+def test_an_engine_is_given_a_share_of_a_gpu():
+    """More than nothing and less than all: CUDA itself, and vLLM's graphs, need the rest."""
+    for place, shares in device_sizes.SHARES.items():
+        assert all(0 < share <= 0.9 for share in shares), place
+        assert list(shares) == sorted(shares, reverse=True), "the most wanted first"
