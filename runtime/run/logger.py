@@ -240,8 +240,9 @@ class RunLog:
         # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
         self.scores: dict[int, float | None] = {}
         self.needless: Path | None = None  # a checkpoint that a finished run does not need
-        self.begun = time.monotonic()
-        self.timed_from: tuple[int, float] | None = None  # the step and time from which the ETA is computed
+        # For the ETA: seconds of each step of this process without its evaluation, and of the last evaluation.
+        self.step_seconds: list[float] = []
+        self.eval_seconds = 0.0
         self.heap = Heap()
         if not is_main:
             library_logs.write_to(None)
@@ -343,6 +344,7 @@ class RunLog:
         self.write("eval.jsonl", result)
         rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
         self.scores[result["step"]] = result.get(rated_by)
+        self.eval_seconds = result.get("time/eval", 0.0)
         print_on_rank_0(eval_line(result))
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
@@ -354,16 +356,14 @@ class RunLog:
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
-        if any(s.score > 0 for s in samples):
-            self.zero_steps = 0
-        else:
-            self.zero_steps += 1
-            if self.zero_steps % ZERO_STEPS == 0:
-                print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
-        now = time.monotonic()
-        first, begun = self.timed_from or (self.first, self.begun)
-        remaining = (now - begun) / (step - first) * (self.total - step)
-        self.timed_from = self.timed_from or (step, now)  # the first step is slower than the others
+        self.zero_steps = 0 if any(s.score > 0 for s in samples) else self.zero_steps + 1
+        if self.zero_steps > 0 and self.zero_steps % ZERO_STEPS == 0:
+            print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
+        self.step_seconds.append(metrics["time/step"] - metrics.get("time/eval", 0.0))
+        seconds = np.mean(self.step_seconds[1:] or self.step_seconds)  # the first step is slower than the others
+        eval_every = self.args.eval_every or self.total
+        evaluations = max(1, math.ceil(self.total / eval_every) - step // eval_every)
+        remaining = seconds * (self.total - step) + self.eval_seconds * evaluations
         print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
         if step == 1 or step % SHOW_SAMPLES == 0:
             for s in shown:

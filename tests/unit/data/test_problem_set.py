@@ -14,7 +14,6 @@ import time
 import types
 import typing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -539,7 +538,7 @@ def test_samples_and_metrics_of_a_step(tmp_path):
     log, samples = new_log(tmp_path / "run", log_samples=5), make_samples(prompts=3, group=4)
     batch = [problem(f"prompt {p}") for p in range(3)]
     metrics = {"step": 3, "reward/mean": 0.5, "reward/format": None, "optim/skipped": 0}
-    metrics |= {"completions/length_mean": 3.0, "completions/truncated_frac": 0.0}
+    metrics |= {"completions/length_mean": 3.0, "completions/truncated_frac": 0.0, "time/step": 1.0}
     log.step(metrics, samples, batch)
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[0].keys() == metrics.keys() - {"reward/format"}
     written = read_jsonl(tmp_path / "run" / "samples.jsonl")
@@ -548,18 +547,48 @@ def test_samples_and_metrics_of_a_step(tmp_path):
     assert [row["step"] for row in written] == [3] * 5
 
 
-def test_the_eta_leaves_out_the_first_step(tmp_path, monkeypatch, capsys):
-    """Ten steps: 100 seconds for the first one, which compiles and allocates, and 2 for each of the others."""
-    clock = [0.0]
-    monkeypatch.setattr(logger, "time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime))
-    log = new_log(tmp_path / "run")
-    metrics = {"optim/skipped": 0, "completions/truncated_frac": 0.0}
+STEP = {"optim/skipped": 0, "completions/truncated_frac": 0.0, "time/step": 1.0}  # what a step's line needs
+
+
+def etas(log, steps: dict[int, dict], capsys) -> list[str]:
+    """Log steps with these seconds; return the ETA of each line."""
     capsys.readouterr()
-    for step, seconds in ((1, 100), (2, 2), (3, 2)):
-        clock[0] += seconds
-        log.step(metrics | {"step": step}, [], [])
-    shown = re.findall(r"ETA ([\d:]+)", capsys.readouterr().out)
-    assert shown == ["0:15:00", "0:00:16", "0:00:14"]
+    for step, seconds in steps.items():
+        log.step(STEP | {"step": step} | seconds, [], [])
+    return re.findall(r"ETA ([\d:]+)", capsys.readouterr().out)
+
+
+def evaluation(step: int, seconds: float) -> dict:
+    numbers = {"eval/pass@1": 0.5, "eval/length_mean": 3.0, "eval/truncated_frac": 0.0, "time/eval": seconds}
+    return {"step": step, "eval/samples": 1, "eval/problems": 4} | numbers
+
+
+def test_the_eta_leaves_out_the_first_step(tmp_path, capsys):
+    """Ten steps: 100 seconds for the first one, which compiles and allocates, and 2 for each of the others."""
+    seconds = {1: {"time/step": 100.0}, 2: {"time/step": 2.0}, 3: {"time/step": 2.0}}
+    assert etas(new_log(tmp_path / "run"), seconds, capsys) == ["0:15:00", "0:00:16", "0:00:14"]
+
+
+def test_the_eta_counts_evaluations_that_follow_and_not_the_start(tmp_path, monkeypatch, capsys):
+    """Ten steps of 3 seconds, evaluations of 20 every fourth step: three follow step 1, and one follows step 10.
+
+    A start of an hour, with models and an engine to load, says nothing about the steps.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    log = new_log(tmp_path / "run", eval_every=4)
+    clock[0] = 3600.0
+    log.evaluation(evaluation(0, 20.0))
+    assert etas(log, {1: {"time/step": 3.0}}, capsys) == ["0:01:27"], "9 steps and 3 evaluations"
+    seconds = {2: {"time/step": 3.0}, 3: {"time/step": 3.0}, 4: {"time/step": 23.0, "time/eval": 20.0}}
+    assert etas(log, seconds, capsys) == ["0:01:24", "0:01:21", "0:00:58"]
+    shown = etas(log, {step: {"time/step": 3.0} for step in range(5, 11)}, capsys)
+    assert shown[-3:] == ["0:00:26", "0:00:23", "0:00:20"]
+    whole = new_log(tmp_path / "whole", eval_every=5)
+    whole.evaluation(evaluation(0, 20.0))
+    shown = etas(whole, {step: {"time/step": 3.0} for step in range(4, 11)}, capsys)
+    assert shown[:2] == ["0:00:58", "0:00:35"], "the evaluations after steps 5 and 10; the one after 10"
+    assert shown[-1] == "0:00:20"
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -721,11 +750,10 @@ def test_zeros_are_explained(tmp_path, capsys):
     for s in samples:
         s.response, s.extracted = "It is 77", "77"
     log = logger.RunLog(tmp_path / "run", args, 1, 20, True)
-    metrics = {"completions/length_mean": 1.0, "completions/truncated_frac": 0.0, "optim/skipped": 0}
     for step in range(1, 14):
         for s in samples:
             s.score = 1.0 if step == 7 else -1.0 if step > 8 else 0.0
-        log.step({"step": step, **metrics}, samples, training)
+        log.step(STEP | {"step": step, "completions/length_mean": 1.0}, samples, training)
         said = capsys.readouterr().out
         assert ("no score of the last 5 steps is above 0" in said) == (step in (5, 12)), step
         if step in (5, 12):
