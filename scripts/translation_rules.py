@@ -214,6 +214,14 @@ def set_trackers(ours: Ours, names: list[Any]) -> list[str]:
     return found
 
 
+def event_files(t: Theirs, ours: Ours, key: str) -> bool:
+    """Return True if ``key`` names a folder for TensorBoard, and say where the event files are here."""
+    if not t.has(key) or t(key) in (None, False, "", "none"):
+        return False
+    ours.note(f"{t.text(key)}: --track tensorboard writes the event files into the run's folder")
+    return True
+
+
 def local_rows(name: str) -> int | None:
     """Return the number of rows of a local .jsonl file or folder saved by datasets; None of anything else."""
     path = Path(name.partition("@")[0])
@@ -1421,8 +1429,9 @@ def openrlhf_rewards(t: Theirs, ours: Ours) -> None:
 
 def openrlhf_run(t: Theirs, ours: Ours) -> None:
     """Set names, records and checkpoints."""
-    if t.has("logger.wandb.key"):
-        ours.set("track", True)
+    writes_events = event_files(t, ours, "logger.tensorboard_dir")
+    names = ["wandb"] * t.has("logger.wandb.key") + ["tensorboard"] * writes_events
+    if "wandb" in set_trackers(ours, names):
         for key, name in (("project", "PROJECT"), ("org", "ENTITY"), ("group", "RUN_GROUP")):
             if t.has(f"logger.wandb.{key}"):
                 ours.env[f"WANDB_{name}"] = str(t(f"logger.wandb.{key}"))
@@ -1650,17 +1659,33 @@ def same_data(name: str, ours: Ours) -> bool:
     return name == ours.flags.get("dataset")
 
 
-def areal_run(t: Theirs, ours: Ours) -> None:
-    """Set names, records, evaluations and checkpoints."""
-    if t.has("experiment_name"):
-        ours.set("exp_name", folder_name(t("experiment_name")))
+def areal_trackers(t: Theirs, ours: Ours) -> None:
+    """Set --track, and what wandb reads from the environment. SwanLab reads the event files of TensorBoard."""
+    writes_events = event_files(t, ours, "stats_logger.tensorboard.path")
+    if t.has("stats_logger.swanlab.mode") and t("stats_logger.swanlab.mode") not in (None, False, "disabled"):
+        writes_events = True
+        ours.note(
+            f"{t.text('stats_logger.swanlab.mode')}: SwanLab is not here; --track tensorboard writes event files into "
+            f"the run's folder, and swanlab convert --type tensorboard reads them"
+        )
+    names = ["tensorboard"] * writes_events
     for prefix in ("stats_logger.wandb", "wandb"):
-        if t.has(f"{prefix}.mode") and t(f"{prefix}.mode") in ("online", "offline"):
-            ours.set("track", True)
+        if t.has(f"{prefix}.mode") and t(f"{prefix}.mode") in ("online", "offline", "shared"):
+            names.append("wandb")
+            if t(f"{prefix}.mode") == "offline":
+                ours.env["WANDB_MODE"] = "offline"
             for key, name in (("project", "PROJECT"), ("entity", "ENTITY"), ("group", "RUN_GROUP")):
                 if t.has(f"{prefix}.{key}") and t(f"{prefix}.{key}"):
                     ours.env[f"WANDB_{name}"] = str(t(f"{prefix}.{key}"))
         t.has(f"{prefix}.project", f"{prefix}.entity", f"{prefix}.group")
+    set_trackers(ours, names)
+
+
+def areal_run(t: Theirs, ours: Ours) -> None:
+    """Set names, records, evaluations and checkpoints."""
+    if t.has("experiment_name"):
+        ours.set("exp_name", folder_name(t("experiment_name")))
+    areal_trackers(t, ours)
     for keys, flag in (
         (("evaluator.freq_steps", "exp_ctrl.eval_freq_steps"), "eval_every"),
         (("saver.freq_steps", "exp_ctrl.save_freq_steps", "exp_ctrl.ckpt_freq_steps"), "save_every"),

@@ -135,6 +135,35 @@ by its syntax tree, and YAML by its safe loader.
 
 A translation takes 0.1 to 0.2 s of CPU; no module of the run is imported.
 """
+# (framework, a setting of its loggers, what becomes of it): the rows of the last table, which a test tries one by one.
+LOGGERS = (
+    ("verl", "trainer.logger=['console','wandb']", "--track"),
+    ("verl", "trainer.logger=['console','tensorboard']", "--track tensorboard"),
+    ("verl", "trainer.logger=['wandb','tensorboard']", "--track wandb tensorboard"),
+    ("verl", "trainer.logger=['console']", ""),
+    ("trl", "--report_to tensorboard", "--track tensorboard"),
+    ("trl", "--report_to all", "--track wandb tensorboard"),
+    ("trl", "--report_to none", ""),
+    ("open-instruct", "--with_tracking", "--track"),
+    ("openrlhf", "--logger.wandb.key KEY", "--track"),
+    ("openrlhf", "--logger.tensorboard_dir runs/a", "--track tensorboard"),
+    ("openrlhf", "--use_tensorboard runs/a", "--track tensorboard"),
+    ("openrlhf", "--use_wandb KEY --use_tensorboard runs/a", "--track wandb tensorboard"),
+    ("openrlhf", "--logger.logging_steps 1", ""),
+    ("areal", "stats_logger.wandb.mode=online", "--track"),
+    ("areal", "stats_logger.wandb.mode=shared", "--track"),
+    ("areal", "stats_logger.wandb.mode=offline", "WANDB_MODE=offline --track"),
+    ("areal", "stats_logger.wandb.mode=disabled", ""),
+    ("areal", "stats_logger.tensorboard.path=runs/a", "--track tensorboard"),
+    ("areal", "stats_logger.tensorboard.path=null", ""),
+    ("areal", "stats_logger.wandb.mode=online stats_logger.tensorboard.path=runs/a", "--track wandb tensorboard"),
+    ("areal", "stats_logger.swanlab.mode=cloud", "--track tensorboard"),
+    ("areal", "stats_logger.swanlab.mode=disabled", ""),
+)
+ABOUT_LOGGERS = """
+Loggers, each row tried by a test. Event files go into the run's folder, whatever folder the command names. SwanLab is
+not here; `swanlab convert --type tensorboard` reads the event files.
+"""
 
 
 def evidence() -> str:
@@ -150,6 +179,9 @@ def evidence() -> str:
     for entry in table:
         source = f"{entry['repository']} {entry['commit']}, {entry['path']}"
         lines.append(f"| {entry['framework']} | {source} | {entry['checked']} |")
+    lines += [ABOUT_LOGGERS, "| framework | its setting | here |", "|---|---|---|"]
+    for framework, words, ours in LOGGERS:
+        lines.append(f"| {framework} | `{words}` | {f'`{ours}`' if ours else 'no tracker'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -859,21 +859,22 @@ def test_a_file_may_be_given_alone(tmp_path, capsys, named):
         translate.main(["nothing.py"])
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("verl.trainer.main_ppo a.b=1 trainer.logger=['console','wandb']", "--track"),
-        ("verl.trainer.main_ppo a.b=1 trainer.logger=['console','tensorboard']", "--track tensorboard"),
-        ("verl.trainer.main_ppo a.b=1 trainer.logger=['wandb','tensorboard']", "--track wandb tensorboard"),
-        ("verl.trainer.main_ppo a.b=1 trainer.logger=['console']", ""),
-        ("trl grpo --report_to tensorboard", "--track tensorboard"),
-        ("trl grpo --report_to all", "--track wandb tensorboard"),
-        ("trl grpo --report_to none", ""),
-    ],
-)
-def test_loggers_that_exist_here(line, words):
+@pytest.mark.parametrize(("framework", "line", "ours"), flags_page.LOGGERS)
+def test_loggers_that_exist_here(framework, line, ours):
     """Both trackers by name; the switch alone is wandb, and another logger is none."""
-    ours = translated(line, line.split()[0].split(".")[0])
-    command = translate.command_line(ours)
-    assert re.findall(r"--track(?: (?:wandb|tensorboard))*", command) == ([words] if words else [])
-    assert ("WANDB_PROJECT=" in command) <= ("tensorboard" not in words or "wandb" in words)
+    start = {"verl": "algorithm.adv_estimator=grpo", "trl": "--num_generations 8"}.get(framework, "")
+    command = translate.command_line(translated(f"{start} {line}", framework))
+    variables = [word for word in command.split() if word.startswith("WANDB_MODE=")]
+    trackers = re.findall(r"--track(?: (?:wandb|tensorboard))*", command)
+    assert " ".join(variables + trackers) == ours
+    assert ("WANDB_PROJECT=" in command) <= ("tensorboard" not in ours or "wandb" in ours)
+
+
+def test_what_loggers_take_from_elsewhere():
+    """An offline run of wandb stays offline; folders for event files, and SwanLab, are explained."""
+    words = "stats_logger.wandb.mode=offline stats_logger.wandb.project=p stats_logger.swanlab.mode=local"
+    ours = translated(words, "areal")
+    assert ours.env == {"WANDB_MODE": "offline", "WANDB_PROJECT": "p"}
+    assert any("swanlab convert" in text for text in ours.differs)
+    for framework, word in (("areal", "stats_logger.tensorboard.path=a"), ("openrlhf", "--logger.tensorboard_dir a")):
+        assert any("into the run's folder" in text for text in translated(word, framework).differs)
