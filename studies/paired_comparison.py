@@ -335,7 +335,7 @@ def main() -> int:
 
     def problems() -> int:
         """As of ``verdict``."""
-        return mine.problems(options.seeds[0], options.metric) if values <= {0.0, 1.0} else 0
+        return mine.problems(options.seeds[0], options.metric) if values and values <= {0.0, 1.0} else 0
 
     def enough(seeds: list[int]) -> bool:
         """Take the new pairs, one after another: what comes after the decision is not looked at."""

@@ -122,6 +122,20 @@ def test_the_runs_are_those_of_the_test_bed_or_of_the_quickstart(monkeypatch):
     assert changed == {"total_steps", "output_dir"} and quickstart.output_dir == "runs/ab"
 
 
+def test_a_comparison_begins_where_no_run_is_finished(monkeypatch, tmp_path):
+    """Nothing is read of runs that do not exist yet."""
+    decided = []
+
+    def run(arms, seeds, lanes, enough):
+        decided.append(enough([]))
+        return 75
+
+    words = ["paired_comparison.py", "grpo.py --beta 0.1", "--", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(paired_comparison, "run", run)
+    assert paired_comparison.main() == 75 and decided == [False]
+
+
 def test_the_sentence_of_the_controls():
     """Two seeds with gains 0.4 and 0.5 by the reward: Student's t with one degree of freedom is 12.706."""
     ends = {"none": [(0.1, 0.5), (0.2, 0.7)], "format": [(0.1, 0.3), (0.2, 0.4)], "random": [(0.1, 0.1), (0.2, 0.2)]}
