@@ -18,7 +18,8 @@ response, or credits the wrong one, stays visibly below one that does not. All n
 With ``--hints`` it also learns to answer without these habits where the question has an answer behind it, as in HINT:
 the teacher that self-distillation needs.
 
-The same command continues an interrupted training from its last saved step, and makes the same weights.
+The same command continues an interrupted training from its last saved step, and makes the same weights. Ctrl-C ends it
+with exit code 75.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ TAUGHT = 0.8  # least pass@1 of the finished model where it is shown an answer
 LOW, HIGH = 0.2, 0.4  # pass@1 of the finished model
 JUDGED = 256  # problems of each task that the finished model answers
 SAVE_EVERY = 25  # optimizer steps
+INTERRUPTED = 75  # exit code, as that of an interrupted run: EX_TEMPFAIL
 
 
 @dataclass
@@ -439,7 +441,12 @@ def main() -> None:
     started = time.monotonic()
     # Written next to its place and renamed at the end: a killed run leaves no folder that looks complete.
     unfinished = output.with_name(f".{output.name}.unfinished")
-    found = pretrain(recipe, unfinished)
+    try:
+        found = pretrain(recipe, unfinished)
+    except KeyboardInterrupt:
+        text = f"interrupted: run the same command again to continue (saved every {SAVE_EVERY} steps)"
+        print(f"\n{text}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     for phase, low, high in (("able", ABLE, 1.0), ("careless", LOW, HIGH), ("hinted", TAUGHT, 1.0)):
         if not all(low <= rate <= high for rate in found.get(phase, {}).values()):
             sys.exit(

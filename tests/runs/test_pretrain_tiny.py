@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sys
 
 import pretrain_tiny as tiny_bed
 import pytest
@@ -153,6 +154,22 @@ def test_an_interrupted_training_continues_and_makes_the_same_model(tmp_path, mo
     assert sorted(p.name for p in parts.iterdir()) == sorted(p.name for p in whole.iterdir())
     lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
     assert ["ETA 0:0" in line for line in lines] == [False, *[True] * (len(lines) - 1)]
+
+
+def test_ctrl_c_ends_with_a_line_that_names_the_way_on(tmp_path, monkeypatch, capsys):
+    """It has the exit code of an interrupted run, and neither a traceback nor a finished model."""
+
+    def interrupt(recipe, folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_bed, "pretrain", interrupt)
+    monkeypatch.setattr(sys, "argv", ["pretrain_tiny.py", "--output", str(tmp_path / "bed")])
+    with pytest.raises(SystemExit) as end:
+        tiny_bed.main()
+    assert end.value.code == 75
+    said = capsys.readouterr().err.split("\n")
+    assert said == ["", "interrupted: run the same command again to continue (saved every 25 steps)", ""]
+    assert not (tmp_path / "bed").exists()
 
 
 def test_the_progress_of_another_recipe_and_a_damaged_file_are_ignored(tmp_path, monkeypatch):
