@@ -240,9 +240,8 @@ class RunLog:
         # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
         self.scores: dict[int, float | None] = {}
         self.needless: Path | None = None  # a checkpoint that a finished run does not need
-        # For the ETA: seconds of each step of this process without its evaluation, and of the last evaluation.
-        self.step_seconds: list[float] = []
-        self.eval_seconds = 0.0
+        self.step_seconds: list[float] = []  # for the ETA: of each step of this process, without its evaluation
+        self.eval_seconds = 0.0  # for the ETA: of the last evaluation
         self.heap = Heap()
         if not is_main:
             library_logs.write_to(None)

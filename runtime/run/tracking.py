@@ -15,6 +15,8 @@ def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
     """Start the wandb run ``config["wandb_id"]``: offline if there is no network, or None if that fails as well."""
     import wandb
 
+    if "weave" not in sys.modules:  # wandb would advertise it, because vLLM imports openai
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
     options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": folder.name}
     options |= {"config": config, "dir": str(folder), "id": config["wandb_id"], "resume": "allow"}
     # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The

@@ -666,6 +666,28 @@ def test_wandb_asks_nobody_and_stops_nothing(tmp_path, monkeypatch, capsys):
     assert "(UsageError); tracking offline in" in said and "(UsageError); no tracking" in said
 
 
+@pytest.mark.parametrize("own", [None, "false"])
+def test_wandb_advertises_nothing_unless_its_variable_asks_for_it(tmp_path, monkeypatch, own):
+    """vLLM imports openai, and wandb then recommends Weave. A value of the user's own stays."""
+    import wandb
+    from wandb.integration import weave
+
+    said = []
+
+    def init(**_):
+        weave.init_weave_if_imported(None, "project")
+        return types.SimpleNamespace(log=lambda record, step: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "openai", types.ModuleType("openai"))
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", own or "")
+    if own is None:
+        monkeypatch.delenv("WANDB_DISABLE_WEAVE")
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "termlog", lambda text, **_: said.append(text))
+    new_log(tmp_path / "run", track=("wandb",)).close()
+    assert any("Weave" in text for text in said) == (own == "false")
+
+
 # ----------------------------------------------------------------------------------------- verifiers and truths of rows
 
 
