@@ -270,12 +270,29 @@ def check_waits(given: argparse.Namespace) -> str:
     return compare_golden("waits", found, given)
 
 
+def check_memory(given: argparse.Namespace) -> str:
+    """Compare the peak of PyTorch's CUDA allocator with the bound of a run, for models of full size."""
+    text = run([sys.executable, str(HERE / "memory.py"), *given.only], WORK / "memory.log", environment())
+    print(text, flush=True)
+    return text.splitlines()[-1]
+
+
+def check_kernels(given: argparse.Namespace) -> str:
+    """Compile the Triton kernels of the trainer for four cards, with the ptxas of the wheels."""
+    cards = given.only or ["80", "89", "90", "120"]
+    text = run([sys.executable, str(HERE / "kernels.py"), *cards], WORK / "kernels.log", environment())
+    counts = [line for line in text.splitlines() if " kernels compiled in " in line]
+    return "; ".join(sorted(counts, key=lambda line: int(line.split(":")[0])))
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "stubs": check_stubs,
     "device": check_device,
     "backends": check_backends,
     "runs": check_runs,
     "waits": check_waits,
+    "memory": check_memory,
+    "kernels": check_kernels,
 }
 
 

@@ -114,6 +114,38 @@ FAULTS: list[Fault] = [
         "waits --only grpo",
         "device utils.py:__call__",
     ),
+    (
+        "a bound without the activations of the MLP",
+        "runtime/training/memory.py",
+        "    kept += number * 4 * model.intermediate\n",
+        "",
+        "memory --only 0.5B-24GB",
+        "peak is above the bound",
+    ),
+    (
+        "logits of all tokens at once",
+        "utils.py",
+        "max(1, math.ceil(batch.most_predictions / self.chunk))",
+        "1",
+        "memory --only 0.5B-24GB",
+        "peak is above the bound",
+    ),
+    (
+        "a card that never ends under a full-size model",
+        "tests/fake_cuda/stubs/device.c",
+        "if (bytes > fake_free()) {",
+        "if (0) {",
+        "stubs memory --only 0.5B-24GB",
+        "no torch.OutOfMemoryError",
+    ),
+    (
+        "a kernel that does not compile",
+        "runtime/training/attention.py",
+        "        return (k <= q) & (q < ends_BS[b, k])\n",
+        "        return (k <= q) & (q < ends_BS[b, k].nonzero())\n",
+        "kernels --only 89",
+        "kernels do not compile",
+    ),
     ("a wrong stream", BATCHING, PINNED, SIDE_STREAM, "waits --only grpo", "no order of streams"),
 ]
 

@@ -531,7 +531,8 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
-    attributes->binaryVersion = attributes->ptxVersion = fake_capability();
+    int capability = fake_capability(); // torch has no code for 8.9, which takes that of 8.6
+    attributes->binaryVersion = attributes->ptxVersion = capability == 89 ? 86 : capability;
     attributes->maxDynamicSharedSizeBytes = 49152;
     return 0;
 }

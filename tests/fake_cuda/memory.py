@@ -1,0 +1,193 @@
+"""Take optimizer steps of models of full size through PyTorch's CUDA allocator, and compare its peak with a run's bound.
+
+.cuda/bin/python tests/fake_cuda/memory.py [MODEL ...]     under the stub libraries: check.py sets them
+
+Weights are empty and kernels compute nothing, so pages that nobody writes take no memory of this machine. Sizes,
+layout and attention are those that a run chooses on the card; flags only name attention that needs no compilation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.system import process
+
+process.prepare_environment("auto")
+
+import numpy as np
+import torch
+from backends import MODEL
+
+import grpo
+import utils
+from runtime.data.samples import Sample
+from runtime.engine import choices
+from runtime.training import batching, deepspeed_zero, memory, pretrained
+from runtime.training.memory import GIB
+
+STUBS = ctypes.CDLL(None)
+STUBS.fake_count.restype = ctypes.c_longlong
+STUBS.fake_count.argtypes = [ctypes.c_char_p]
+CONTEXT = 500 / 1024  # GiB that the fake driver keeps for itself
+WORKSPACES = 1.01  # peak / bound of tensors at most: cuBLAS's workspaces are in the 2 GiB that a run adds for CUDA
+LOOSEST = 1.5  # bound / peak at most
+PROMPT = 256
+QWEN_0_5B = {"num_hidden_layers": 24}  # the rest is MODEL's
+QWEN_1_5B = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+QWEN_7B = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 4, "num_attention_heads": 28}
+QWEN_7B |= {"num_key_value_heads": 4, "tie_word_embeddings": False}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's config, a card (compute capability, GiB), and flags of a run."""
+
+    config: dict
+    card: tuple[int, float]
+    flags: dict = field(default_factory=dict)
+
+
+CASES = {
+    "0.5B": Case(QWEN_0_5B, (90, 79.1)),
+    "0.5B-24GB": Case(QWEN_0_5B, (89, 23.6), {"attn_implementation": "sdpa"}),
+    "1.5B": Case(QWEN_1_5B, (90, 79.1), {"attn_implementation": "sdpa"}),
+    "7B-4-layers": Case(QWEN_7B, (90, 79.1), {"attn_implementation": "varlen", "vllm_sleep": "engine"}),
+}
+TIGHT = "0.5B-24GB"  # also taken on a card that is smaller than its peak
+
+
+def samples_for(budget: int) -> list[Sample]:
+    """Return samples of two full micro-batches, in groups of eight that share a prompt."""
+    rng = np.random.default_rng(0)
+    group = min(budget, PROMPT + 8 * 992)
+    length = (group - PROMPT) // max(1, (group - PROMPT) // 960)
+    samples = []
+    for i in range(8 * -(-2 * budget // (8 * length))):
+        if i % 8 == 0:
+            prompt = rng.integers(0, 1000, PROMPT).tolist()
+        response = rng.integers(0, MODEL["vocab_size"], length).tolist()
+        samples.append(Sample(i // 8, i % 8, prompt, response, [0.0] * length, "stop", []))
+    return samples
+
+
+def make_policy(args: grpo.Args, chosen: choices.Choices, device: torch.device):
+    """Return the model of the config under DeepSpeed, as a run has it, with whatever memory holds as weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    pretrained.register_attention()
+    config = AutoConfig.from_pretrained(args.model_name_or_path)
+    kind = pretrained.attention_for(config, chosen.attention, args.attn_implementation)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=chosen.dtype, attn_implementation=kind)
+    pretrained.prepare_for_training(model)
+    policy = utils.TokenLogprobs(model.train(), args.temperature, chosen.sizes.logprob_chunk)
+    accelerator = deepspeed_zero.make_accelerator(args, chosen.dtype, device)
+    optimizer = utils.make_optimizer(policy.parameters(), 1e-6, args)
+    return deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
+
+
+def take_steps(case: Case, folder: Path, size: float | None) -> dict:
+    """Take two optimizer steps, on a card of ``size`` GiB if given; return sizes in GiB and launches of the second."""
+    (folder / "config.json").write_text(json.dumps(MODEL | case.config))
+    args = grpo.Args(model_name_or_path=str(folder), num_unique_prompts_rollout=64, **case.flags)
+    args.max_prompt_length, args.max_response_length = PROMPT, 1024
+    device, dtype, attention = pretrained.resolve_device(args)
+    chosen = choices.choose(args, device, dtype, attention, {})
+    bound = memory.predict(args, chosen.model, chosen.setting, chosen.sizes)
+    if size is not None:
+        os.environ["FAKE_CUDA_GIB"] = str(size)
+    policy = make_policy(args, chosen, device)
+    budget = chosen.sizes.micro_batch_tokens
+    samples = samples_for(budget)
+    place = {"layout": chosen.layout, "budget": budget, "rank": 0, "world_size": 1, "device": device}
+    # Made before: memory that they had used would hold their numbers, which no kernel of a gradient overwrites here.
+    batches = list(batching.micro_batches(samples, list(range(len(samples))), **place))
+    launches = 0
+    for _ in range(2):
+        for batch in batches:
+            before = STUBS.fake_count(b"launches") + STUBS.fake_count(b"products")
+            logprobs_T, _, _ = policy(batch)
+            deepspeed_zero.backward(policy, logprobs_T.sum(), batch.is_last)
+            if not batch.is_last:
+                launches = STUBS.fake_count(b"launches") + STUBS.fake_count(b"products") - before
+    assert policy.was_step_applied()
+    sampler = bound.parts["engine"] + bound.parts["KV cache"]
+    trainer = bound.phases["training"] - sampler * (args.vllm_sleep == "off")
+    return {
+        "attention": chosen.attention,
+        "tokens": budget,
+        "peak": torch.cuda.max_memory_allocated() / GIB,
+        "reserved": torch.cuda.max_memory_reserved() / GIB,
+        "bound": trainer / GIB,
+        "tensors": (trainer - bound.parts["process"]) / GIB,
+        "printed": bound.peak / GIB,
+        "launches": launches,
+    }
+
+
+def in_a_fork(name: str, size: float | None = None) -> dict:
+    """Return what ``take_steps`` does, or {"error"}, from a fork of this process: torch reads a card once."""
+    case = CASES[name]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        os.environ |= {"FAKE_CUDA_CAPABILITY": str(case.card[0]), "FAKE_CUDA_GIB": str(case.card[1])}
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = take_steps(case, Path(folder), size)
+        except BaseException as error:
+            if size is None:
+                traceback.print_exc()
+            found = {"error": type(error).__name__}
+        with os.fdopen(write, "w") as end:
+            json.dump(found, end)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as end:
+        text = end.read()
+    os.waitpid(child, 0)
+    return json.loads(text or '{"error": "killed"}')
+
+
+def main() -> int:
+    """Print a row per model; exit code 1 if a peak is above its bound, or far below, or no error ends a small card."""
+    wrong = []
+    print(
+        "model        card GiB attention       tokens  peak reserved  tensors  bound  bound/peak  a run prints  launches"
+    )
+    for name in sys.argv[1:] or CASES:
+        found = in_a_fork(name)
+        if "error" in found:
+            wrong.append(f"{name}: {found['error']}")
+            continue
+        held = found["peak"] + CONTEXT
+        sizes = f"{found['tensors']:8.2f} {found['bound']:6.2f} {found['bound'] / held:11.3f} {found['printed']:13.1f}"
+        print(
+            f"{name:12} {CASES[name].card[1]:8} {found['attention']:14} {found['tokens']:7} {found['peak']:5.2f} "
+            f"{found['reserved']:8.2f} {sizes} {found['launches']:9}",
+            flush=True,
+        )
+        if held > found["bound"] or found["peak"] > WORKSPACES * found["tensors"]:
+            wrong.append(f"{name}: the peak is above the bound: {found['peak']:.2f} of {found['tensors']:.2f} GiB")
+        if found["bound"] > LOOSEST * held:
+            wrong.append(f"{name}: the bound is far above the peak: {found['bound']:.2f} for {held:.2f} GiB")
+        if name == TIGHT:
+            small = in_a_fork(name, found["peak"])
+            if small.get("error") != "OutOfMemoryError":
+                wrong.append(f"{name} on a card smaller than its peak: no torch.OutOfMemoryError, but {small}")
+    print(
+        "\n".join(wrong) or "peaks below their bounds, and an OutOfMemoryError on a card that is smaller than the peak"
+    )
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
