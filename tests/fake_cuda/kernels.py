@@ -1,10 +1,9 @@
-"""Compile the Triton kernels of the GPU path with the ptxas of the wheels, for each compute capability of the command line.
+"""Compile the trainer's Triton kernels with the ptxas of the wheels, for each compute capability that is named.
 
 .cuda/bin/python tests/fake_cuda/kernels.py 80 89 90 120     under the stub libraries: check.py sets them
 
-FlexAttention, forward and backward, is called as a run calls it, with the masks of shared rows, and vLLM's sampler by
-its own functions. Caches are empty, so every kernel is compiled; one that needs more shared memory than the card has
-is an error when its launcher loads it.
+FlexAttention, forward and backward, is called as a run calls it, with the masks of shared rows. Caches are empty, so
+every kernel is compiled; one that needs more shared memory than the card has is an error when its launcher loads it.
 """
 
 from __future__ import annotations

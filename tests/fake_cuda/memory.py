@@ -1,4 +1,4 @@
-"""Take optimizer steps of models of full size through PyTorch's CUDA allocator, and compare its peak with a run's bound.
+"""Take optimizer steps of full-size models through PyTorch's CUDA allocator, and compare its peak with a run's bound.
 
 .cuda/bin/python tests/fake_cuda/memory.py [MODEL ...]     under the stub libraries: check.py sets them
 
@@ -161,7 +161,7 @@ def main() -> int:
     """Print a row per model; exit code 1 if a peak is above its bound, or far below, or no error ends a small card."""
     wrong = []
     print(
-        "model        card GiB attention       tokens  peak reserved  tensors  bound  bound/peak  a run prints  launches"
+        "model        card GiB attention       tokens  peak reserved  tensors  bound bound/peak  a run prints  launches"
     )
     for name in sys.argv[1:] or CASES:
         found = in_a_fork(name)
