@@ -1,6 +1,6 @@
 """Count launches and peak memory of the trainer's head and of fused heads, forward and backward, on the fake device.
 
-.cuda/bin/python tests/fake_cuda/heads.py [FOLDER]     under the stub libraries: `check.py heads --only FOLDER`
+.cuda/bin/python tests/fake_cuda/heads.py [FOLDER]     after `make cuda-check ARGS=stubs`
 
 FOLDER: where ``pip install --no-deps --target FOLDER liger-kernel cut-cross-entropy`` has put the fused heads. One
 micro-batch of 8,192 response tokens, Qwen2.5-0.5B's head (151,936 tokens, hidden size 896), bf16.
@@ -9,9 +9,15 @@ micro-batch of 8,192 response tokens, Qwen2.5-0.5B's head (151,936 tokens, hidde
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+
+if "LD_PRELOAD" not in os.environ:  # start again, under the stub libraries
+    import check
+
+    os.execve(sys.executable, [sys.executable, *sys.argv], check.environment())
 
 from runtime.system import process
 
