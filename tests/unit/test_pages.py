@@ -188,7 +188,7 @@ def test_flags_that_are_named_exist(page):
 
 
 READ = TABLES | {"presets.md"}  # names, defaults and bounds that were read in sources, not measured
-COMMAND = r"(?:[A-Z_]+=\S+ )*(?:python|make|accelerate) "
+COMMAND = r"(?:[A-Z_]+=\S+ )*(?:(?:\.cuda/bin/)?python|make|accelerate) "
 MAKER = re.compile(rf"(?:^ *|`){COMMAND}|`(?:scripts|studies|tests)/|\]\([^)\s]*\.(?:log|py|sh)\)", re.MULTILINE)
 MEASURED = re.compile(r"\b(?:(?<!not )measured|took|pass@1|on average|medians?)\b")
 
