@@ -28,7 +28,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
 
 import build
-from helpers import TIMES, VERIFIERS, command, make_tiny, read_jsonl
+from helpers import TIMES, TINY_COMMAND, VERIFIERS, command, make_tiny, read_jsonl
 
 from runtime.system import process
 
@@ -285,6 +285,79 @@ def check_kernels(given: argparse.Namespace) -> str:
     return "; ".join(sorted(counts, key=lambda line: int(line.split(":")[0])))
 
 
+# Whole runs with vLLM's engine, whose own kernels compute nothing: any difference of log-probs is allowed.
+ENGINES = {
+    "beside": ["--async_steps", "1"],  # a thread with a stream of its own
+    "sleep": ["--vllm_sleep", "all", "--dtype", "bfloat16"],
+    "process": ["--engine_process"],
+}
+KV_CACHE = json.loads(TINY_COMMAND["vllm_args"])["kv_cache_memory_bytes"]
+
+
+def run_with_engine(name: str, tiny: Path) -> tuple[list[dict], dict]:
+    """Run grpo.py with vLLM's engine: the events that engine_log.py has noted, and the log of the device."""
+    folder = WORK / f"engine-{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    record, events = folder / "log.json", folder / "events.jsonl"
+    more = ["--rollout", "vllm", "--max_logprob_diff", "1e9", "--external_lib", "fake_cuda.engine_log", *ENGINES[name]]
+    variables = environment(order="1", log=str(record), events=str(events))
+    run(command(tiny, folder / "gpu", *SHARED, *more), folder / "gpu.log", variables)
+    return read_jsonl(events), json.loads(record.read_text())
+
+
+def engine_problems(events: list[dict]) -> list[str]:
+    """Compare the engine's weights after each push with the trainer's, and its memory asleep with what it had awake."""
+    versions = {event["version"]: event for event in events if event["event"] == "push"}
+    held = {event["version"]: event["digests"] for event in events if event["event"] == "acknowledged"}
+    problems = []
+    for version, push in versions.items():
+        engine, trainer = held.get(version, {}), push["digests"]
+        wrong = sorted(key for key in {*engine, *trainer} if engine.get(key) != trainer.get(key))
+        if wrong:
+            problems.append(
+                f"version {version}: {len(wrong)} of {len(trainer)} parameters of the engine do not have the "
+                f"trainer's bytes: {', '.join(wrong[:4])}"
+            )
+    if len({json.dumps(push["digests"]) for push in versions.values()}) < 3:
+        problems.append("the trainer has not pushed three different versions")
+    least = KV_CACHE + max((push["bytes"] for push in versions.values()), default=0)
+    for event in events:
+        if event["event"] == "sleep" and event["before"] - event["after"] < least:
+            problems.append(
+                f"asleep the engine has given back {event['before'] - event['after']} bytes of {event['before']}: "
+                f"its KV cache and weights have {least}"
+            )
+    return problems
+
+
+def check_engine(given: argparse.Namespace) -> str:
+    """Build vLLM's engine and push, let it sleep, wake it up and push again, in three places of the engine."""
+    tiny = tiny_model()
+    names = [name for name in ENGINES if not given.only or name in given.only]
+    with ThreadPoolExecutor(2) as pool:
+        started = {name: pool.submit(run_with_engine, name, tiny) for name in names}
+    failures = [str(one.exception()) for one in started.values() if one.exception()]
+    if failures:
+        raise Failed("\n".join(failures))
+    found, problems = {}, []
+    for name, one in started.items():
+        events, log = one.result()
+        problems += [f"{name}: {problem}" for problem in engine_problems(events)]
+        acknowledged = [event for event in events if event["event"] == "acknowledged"]
+        found[name] = {
+            "events": [" ".join([event["event"], *event.get("arguments", [])]) for event in events],
+            "waits of the trainer in the last push": log["waits"].get("push", {}),
+            "waits of the engine in a push": acknowledged[-1]["waits"],
+            "captures": acknowledged[-1]["captures"],
+            "forbidden calls in captures": acknowledged[-1]["forbidden"],
+        }
+    if problems:
+        raise Failed("\n".join(problems))
+    captures = ", ".join(f"{row['captures']} ({name})" for name, row in found.items())
+    return f"{len(found)} runs, graph captures {captures}, {compare_golden('engine', found, given)}"
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "stubs": check_stubs,
     "device": check_device,
@@ -293,6 +366,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "waits": check_waits,
     "memory": check_memory,
     "kernels": check_kernels,
+    "engine": check_engine,
 }
 
 

@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import functools
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -35,6 +36,8 @@ DEVICE.fake_access.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
 DEVICE.cudaMemcpyAsync.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 DEVICE.cudaStreamSynchronize.argtypes = [ctypes.c_void_p]
 ORDERED = bool(os.environ.get("FAKE_CUDA_ORDER"))
+# Memory of pushed weights, the only memory whose accesses count in the thread of vLLM's engine; None without vLLM.
+PUSHED: set[int] | None = None
 
 # Operators of memory and metadata, which torch's own CUDA code does right on the stubs.
 KEPT = {
@@ -71,7 +74,7 @@ class Log:
     def wait(self, kind: str) -> None:
         """Note that the host waits for the device, in the phase of the main thread."""
         place = where()
-        if threading.current_thread().name == "rollout":
+        if in_rollout():
             self.counts[self.step, "rollout thread", kind, place] += 1
         elif self.phase == "update":
             self.micro_batch.append((kind, place))
@@ -110,6 +113,11 @@ LOG = Log()
 def count(name: str) -> int:
     """Return a counter of the stub libraries; stubs/device.c has their names."""
     return DEVICE.fake_count(name.encode())
+
+
+def in_rollout() -> bool:
+    """Return True in the thread that samples, and in the process of --engine_process."""
+    return threading.current_thread().name == "rollout" or multiprocessing.parent_process() is not None
 
 
 def where() -> str:
@@ -166,6 +174,8 @@ def note_access(tensor: torch.Tensor, writes: bool, name: str) -> None:
     """Tell the stubs which stream touches a tensor's memory; raise RuntimeError where nothing orders the accesses."""
     if not ORDERED or tensor.numel() == 0:
         return
+    if PUSHED is not None and in_rollout() and tensor.untyped_storage().data_ptr() not in PUSHED:
+        return
     stream = torch.cuda.current_stream().cuda_stream
     if DEVICE.fake_access(tensor.untyped_storage().data_ptr(), writes, stream):
         verb = "writes" if writes else "reads"
@@ -198,6 +208,17 @@ def waits(name: str, schema, args, kwargs) -> bool:
         return kwargs.get("output_size") is None
     numbers = [r for r in schema.returns if str(r.type) in ("bool", "int", "float", "number", "Scalar")]
     return base in SIZED_BY_DATA or bool(numbers)
+
+
+def is_meaningless(error: Exception) -> bool:
+    """Return True for an index out of range in the thread of vLLM's engine, whose own kernels compute nothing here."""
+    return PUSHED is not None and in_rollout() and ("out of bounds" in str(error) or "out of range" in str(error))
+
+
+def without_numbers(value):
+    """Return zeros for a tensor of integers; other values as they are."""
+    is_index = isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64)
+    return torch.zeros_like(value) if is_index else value
 
 
 # ---------------------------------------------------------------------------------------------------------- operators
@@ -233,7 +254,13 @@ def make_kernel(operator, name: str):
                     note_access(tensor, i in written, name)
         own = [translated(value, i) for i, value in given]
         own_named = {key: translated(value, i) for i, key, value in named}
-        result = operator(*own, **own_named)
+        try:
+            result = operator(*own, **own_named)
+        except (IndexError, RuntimeError) as error:
+            if not is_meaningless(error):
+                raise
+            own[1:] = pytree.tree_map(without_numbers, own[1:])
+            result = operator(*own, **pytree.tree_map(without_numbers, own_named))
         if not written:
             return pytree.tree_map(lambda x: to_device(x, device), result)
         changed = []

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define MIB ((size_t)1 << 20)
 #define PAGE (2 * MIB)      // of device memory, as the virtual memory functions state it
@@ -108,6 +109,7 @@ typedef struct {
     uintptr_t start;
     size_t size;
     int kind;
+    int file; // of memory that other processes may open; 0: none
 } Block;
 
 static Block *blocks;
@@ -139,7 +141,7 @@ void fake_know(uintptr_t start, size_t size, int kind) {
         capacity = capacity ? 2 * capacity : 1024;
         blocks = realloc(blocks, capacity * sizeof *blocks);
     }
-    blocks[count++] = (Block){start, size, kind};
+    blocks[count++] = (Block){start, size, kind, 0};
     pthread_mutex_unlock(&lock);
 }
 
@@ -160,6 +162,8 @@ size_t fake_forget(const void *pointer, int kind) {
     for (size_t i = count; i-- > 0;)
         if (blocks[i].start == (uintptr_t)pointer && blocks[i].kind == kind) {
             size = blocks[i].size ? blocks[i].size : 1;
+            if (blocks[i].file)
+                close(blocks[i].file);
             blocks[i] = blocks[--count];
             break;
         }
@@ -195,6 +199,32 @@ int fake_free_memory(void *pointer) {
         munmap(pointer, size);
     }
     return 0;
+}
+
+// Another process maps the file instead of the device's memory. The block keeps its address and its contents.
+int fake_share(const void *pointer, size_t *size) {
+    int file = -1;
+    pthread_mutex_lock(&lock);
+    for (size_t i = count; i-- > 0;) {
+        Block *block = &blocks[i];
+        if (block->start != (uintptr_t)pointer || block->kind != DEVICE)
+            continue;
+        *size = block->size;
+        file = block->file ? block->file : memfd_create("device memory", MFD_CLOEXEC);
+        if (!block->file && file > 0) {
+            void *place = (void *)block->start;
+            if (write(file, place, block->size) != (ssize_t)block->size ||
+                mmap(place, block->size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) {
+                close(file);
+                file = -1;
+            } else {
+                block->file = file;
+            }
+        }
+        break;
+    }
+    pthread_mutex_unlock(&lock);
+    return file;
 }
 
 void fake_copy(void *to, const void *from, size_t bytes) {
@@ -312,7 +342,7 @@ static Place *place_of(uintptr_t start) {
 }
 
 int fake_access(const void *start, int writes, void *stream) {
-    if (!ordered())
+    if (!ordered() || ((uintptr_t)stream > 2 && ((struct Stream *)stream)->capturing)) // what is captured does not run yet
         return 0;
     pthread_mutex_lock(&order);
     int self = stream_number(stream), race = 0;

@@ -35,6 +35,7 @@ int fake_kind(const void *pointer);
 size_t fake_forget(const void *pointer, int kind); // size of the block that began here, or 0
 int fake_malloc(void **pointer, size_t bytes);
 int fake_free_memory(void *pointer);
+int fake_share(const void *pointer, size_t *size); // a file with the memory of the block that begins here, or -1
 void fake_copy(void *to, const void *from, size_t bytes);
 int fake_forbidden(const char *what); // during a capture
 

@@ -4,12 +4,14 @@
 #include "stream.h"
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define DRIVER 13000
 
@@ -561,9 +563,40 @@ cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t library, co
 
 // ------------------------------------------------------------------------------------------- shared between processes
 
+// A handle names a file of the process that shares its memory.
+struct Shared {
+    int process, file;
+    size_t size;
+};
+
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *pointer) {
+    struct Shared shared = {getpid(), -1, 0};
+    shared.file = fake_share(pointer, &shared.size);
     memset(handle, 0, sizeof *handle);
-    return error(fake_missing("cudaIpcGetMemHandle", cudaErrorNotSupported));
+    memcpy(handle, &shared, sizeof shared);
+    return error(shared.file < 0 ? cudaErrorInvalidValue : 0);
+}
+
+cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handle, unsigned flags) {
+    struct Shared shared;
+    memcpy(&shared, &handle, sizeof shared);
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", shared.process, shared.file);
+    int file = open(path, O_RDWR | O_CLOEXEC);
+    *pointer = file < 0 ? MAP_FAILED : mmap(NULL, shared.size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (file >= 0)
+        close(file);
+    if (*pointer == MAP_FAILED)
+        return error(cudaErrorMapBufferObjectFailed);
+    fake_know((uintptr_t)*pointer, shared.size, DEVICE); // the account has it in the other process
+    return 0;
+}
+
+cudaError_t cudaIpcCloseMemHandle(void *pointer) {
+    size_t size = fake_forget(pointer, DEVICE);
+    if (size)
+        munmap(pointer, size);
+    return 0;
 }
 
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *handle, cudaEvent_t event) {
