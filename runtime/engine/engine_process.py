@@ -5,7 +5,7 @@
     that the script calls its engine          weights in shared memory     function, which is the same as ever
 
 Weights are never sent: a push copies them into one block of memory that both processes have, on the GPU if they are on
-one (CUDA IPC: read in the sources of torch 2.13, not tried), else in a file without a name, and hands it over once.
+one (CUDA IPC: tried on the fake device of tests alone), else in a file without a name, and hands it over once.
 
 The kernel kills the engine's process when the thread that started it ends, in whatever way.
 """

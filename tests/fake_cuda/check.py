@@ -132,6 +132,12 @@ def check_device(given: argparse.Namespace) -> str:
     return text.splitlines()[-1]
 
 
+def check_collectives(given: argparse.Namespace) -> str:
+    """Compare each collective of two ranks, by torch.distributed over the fake NCCL, with what it should give."""
+    text = run([sys.executable, str(HERE / "collectives.py"), "2"], WORK / "collectives.log", environment())
+    return text.splitlines()[-1]
+
+
 def check_backends(given: argparse.Namespace) -> str:
     """Compare the choices of trainer and engine on seven cards with the golden table."""
     file = WORK / "backends.json"
@@ -162,9 +168,13 @@ RUNS = {
     # Gradients of the entropy alone: those of a random model's policy overflow at the scaler's first factors.
     "grpo-float16": ("grpo", ["--dtype", "float16", "--entropy_coef", "0.01", "--verifier", f"{VERIFIERS}:zero"]),
     "ppo": ("ppo", ["--num_mini_batches", "2", "--beta", "0.1"]),
+    # The fake NCCL next to gloo. Under ZeRO 3 every layer of a forward pass is gathered.
+    "grpo-two-ranks": ("grpo", ["--num_mini_batches", "2", "--beta", "0.1"]),
+    "grpo-two-ranks-zero3": ("grpo", ["--zero_stage", "3"]),
 }
+# DeepSpeed waits for the gradients that it moves, in every micro-batch.
+PARTITIONED = ("grpo-zero3", "grpo-offload", "grpo-two-ranks-zero3")
 # Next to fp32 on the CPU, where DeepSpeed has no training in float16; on the same tokens, which sampling would change.
-PARTITIONED = ("grpo-zero3", "grpo-offload")  # DeepSpeed waits for the gradients that it moves, in every micro-batch
 EXPECTED_LOOSE = {"grpo-float16": 3e-2}
 
 
@@ -183,16 +193,17 @@ def run_pair(name: str, tiny: Path, with_cpu: bool) -> tuple[dict, dict, dict]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     record = folder / "log.json"
-    variables = environment(order="1", log=str(record))
+    ranks = 2 if "two-ranks" in name else 1
+    variables = environment(order="1", log=str(record), count=str(ranks))
     if "--offload" in more and "optimizer" in more:  # as a launcher starts several ranks
         variables["TORCHELASTIC_RUN_ID"] = "fake"
     loose = name in EXPECTED_LOOSE
     library = "fake_cuda.fixed_samples" if loose else "fake_cuda.operators"
-    line = command(tiny, folder / "gpu", *SHARED, *more, "--external_lib", library, script=script)
+    line = command(tiny, folder / "gpu", *SHARED, *more, "--external_lib", library, script=script, ranks=ranks)
     run(line, folder / "gpu.log", variables)
     if not with_cpu:
         return {}, {}, json.loads(record.read_text())
-    line = command(tiny, folder / "cpu", *SHARED, *more, script=script)
+    line = command(tiny, folder / "cpu", *SHARED, *more, script=script, ranks=ranks)
     if loose:
         line += ["--external_lib", library, "--dtype", "float32"]
     run(line, folder / "cpu.log", without_device() | {"CUDA_VISIBLE_DEVICES": ""})
@@ -361,6 +372,7 @@ def check_engine(given: argparse.Namespace) -> str:
 PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "stubs": check_stubs,
     "device": check_device,
+    "collectives": check_collectives,
     "backends": check_backends,
     "runs": check_runs,
     "waits": check_waits,
@@ -386,10 +398,10 @@ def main() -> int:
         except Failed as error:
             words, failed = str(error), True
         ends.append((name, time.monotonic() - started, failed, words))
-        print(f"{name:10} {ends[-1][1]:6.0f} s  {'FAILED' if failed else 'passed'}  {words}", flush=True)
+        print(f"{name:11} {ends[-1][1]:6.0f} s  {'FAILED' if failed else 'passed'}  {words}", flush=True)
     print(f"\n{sum(seconds for _, seconds, _, _ in ends):.0f} s in all; log files: {WORK.relative_to(ROOT)}")
     for name, _, failed, words in ends:
-        print(f"{name:10} {'FAILED: ' + words.splitlines()[0] if failed else 'passed'}")
+        print(f"{name:11} {'FAILED: ' + words.splitlines()[0] if failed else 'passed'}")
     return int(any(failed for _, _, failed, _ in ends))
 
 

@@ -1,9 +1,9 @@
 """Record what vLLM's engine does with memory and weights in a run, for the part ``engine`` of check.py.
 
-A run takes this module by ``--external_lib fake_cuda.engine_log``, which also installs the table of operators. The
-trainer and the engine, in a thread or a process of their own, append lines of JSON to the file FAKE_CUDA_EVENTS: the
-trainer the digests of the weights that it pushes, the engine those of its parameters when it has acknowledged a
-version, and the device memory before and after the engine is built, sleeps and wakes up.
+A run takes this module by ``--external_lib fake_cuda.engine_log``, which also installs the table of operators.
+Trainer and engine append lines of JSON to the file FAKE_CUDA_EVENTS, from a thread or a process each. The trainer
+notes the digests of the weights that it pushes. The engine notes those of its parameters once it has acknowledged a
+version, and its device memory before and after it is built, sleeps and wakes up.
 """
 
 from __future__ import annotations

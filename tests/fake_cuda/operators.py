@@ -481,7 +481,7 @@ def install() -> torch.library.Library:
     wrap(torch.cuda.Stream, "synchronize", "stream")
     wrap(torch.cuda.Event, "synchronize", "event")
     watch_phases()
-    if file := os.environ.get("FAKE_CUDA_LOG"):
+    if (file := os.environ.get("FAKE_CUDA_LOG")) and os.environ.get("RANK", "0") == "0":
         atexit.register(LOG.write, file)
     return library
 
