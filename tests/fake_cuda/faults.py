@@ -177,7 +177,7 @@ FAULTS: list[Fault] = [
         "        torch.cuda.synchronize()\n",
         "        pass\n",
         "engine --only beside",
-        "no order of streams",
+        '-   "device weights.py:push_weights": 1',
     ),
     (
         "an engine that does not sleep",
@@ -201,7 +201,7 @@ FAULTS: list[Fault] = [
         "for (int rank = 1; rank < group->ranks; rank++) {",
         "for (int rank = 1; rank < 1; rank++) {",
         "stubs runs --only grpo-two-ranks",
-        "metrics differ",
+        "sampler and trainer log-probs differ",
     ),
     (
         "a sleep that gives no memory back",
