@@ -2,9 +2,9 @@
 
 A server process imports torch, vLLM and DeepSpeed once. Every mutation is written into a copy of the project, and a
 fork of the server runs pytest there, in its own process: the tests that touch the line, cheapest first, up to the first
-failure. What touches a line was traced before, test by test.
+failure. What touches a line was traced before, test by test, by byte code that marks each statement in a shared map.
 
-killed      a test failed, or the tests took longer than they may (a hang)
+killed      a test failed, or hung
 survived    all these tests passed, or those that fit into --seconds
 equivalent  named in tests/equivalent_mutations.jsonl, with the reason why no test can notice it
 """
@@ -19,9 +19,9 @@ import difflib
 import functools
 import gc
 import hashlib
-import importlib
-import inspect
+import importlib.util
 import json
+import marshal
 import os
 import random
 import re
@@ -29,7 +29,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
@@ -42,9 +41,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
 FILES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "runtime").rglob("[!_]*.py"))))
-PLACES = ("tests/unit", "tests/runs", "tests/launch")
-STAGES = ("parts", "runs")  # tests of parts of the project first, then those that run a whole script
-WHOLE = re.compile(r"\b(run_here|interrupted|stopped|small|Run|command|subprocess|Popen|main)\b")
+PLACES = ("tests/unit", "tests/runs", "tests/launch")  # each traced and tried before the next
 EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
 # Imported once, by the server: the largest part of the start of a test.
 HEAVY = (
@@ -62,7 +59,8 @@ HEAVY = (
     "pytest_timeout",
 )
 FORK_FAILED = 70  # EX_SOFTWARE: no exit code of pytest
-START = 60.0  # seconds that the tests of a mutation may take in addition to three times what they took
+START = 30.0  # seconds that a test, and the start of pytest, may take in addition
+FEW_FILES = 8  # from which the tests of a mutation are: pytest has to import each
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h: processes that a test leaves behind become children of the server
 
 # ------------------------------------------------------------------------------------------------------- the mutations
@@ -234,23 +232,66 @@ def draw(sources: dict[str, bytes], number: int, seed: int) -> list[Mutation]:
 # ----------------------------------------------------------------------------------------- which tests touch which line
 
 
-def stage_of(item: pytest.Item) -> str:
-    """Classify a test as one that runs a whole script, which takes a second or many, by the names it mentions."""
-    text = " ".join([inspect.getsource(item.function), *item.fixturenames])
-    return "runs" if WHOLE.search(text) else "parts"
+MAP_BYTES = 1 << 16  # one for each statement of FILES
+OPEN_MAP = """
+import mmap, sys
+if not hasattr(sys, "line_map"):
+    try:
+        with open({path!r}, "r+b") as file:
+            sys.line_map = mmap.mmap(file.fileno(), 0)
+    except OSError:  # a sandbox
+        sys.line_map = bytearray({size})
+"""
+
+
+def marked(source: bytes, first: int, opened: str) -> tuple[ast.Module, list[list[int]]]:
+    """Return a file whose statements each set a byte of a map, from ``first`` on, and the lines of each byte.
+
+    ``opened``: code that opens the map. A signature counts as run when its function is.
+    """
+    tree = ast.parse(source)
+    owned: list[list[int]] = []
+
+    def mark(node: ast.stmt) -> ast.stmt:
+        inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt) and n is not node]
+        within = {line for n in inner for line in range(n.lineno, n.end_lineno + 1)}
+        owned.append(sorted(set(range(node.lineno, node.end_lineno + 1)) - within))
+        made = ast.parse(f"__map__[{first + len(owned) - 1}] = 1").body[0]
+        for part in ast.walk(made):
+            ast.copy_location(part, node)
+        return made
+
+    for node in list(ast.walk(tree)):
+        for name in ("body", "orelse", "finalbody"):
+            statements = getattr(node, name, None)
+            if not isinstance(statements, list):
+                continue
+            head = [mark(node)] if isinstance(node, ast.FunctionDef) else []
+            if isinstance(node, ast.Module):
+                head = ast.parse(f"__map__ = {{}}\nexec({opened!r}, __map__)\n__map__ = __map__['sys'].line_map").body
+            made: list[ast.stmt] = []
+            for statement in statements:
+                text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+                if text or getattr(statement, "module", "") == "__future__":  # they stay in front
+                    made.append(statement)
+                else:
+                    made += [*head, *([] if isinstance(statement, ast.FunctionDef) else [mark(statement)]), statement]
+                    head = []
+            setattr(node, name, made + head)
+    return ast.fix_missing_locations(tree), owned
 
 
 class Tracer:
     """A pytest plugin that notes the lines of FILES that each test and each shared fixture runs, and how long it takes.
 
-    Lines that run in another process are not seen: a test that starts one is marked, and tried for every line.
+    A test that starts a process is marked: a script that is started as a program is not seen.
     """
 
-    def __init__(self, root: Path, stage: str):
-        self.stage = stage
+    def __init__(self, root: Path, places: list[tuple[str, list[int]]]):
         self.files = {str(root / file): file for file in FILES}
-        self.lines: dict[str, set[tuple[str, int]]] = {}
-        self.seen: set[tuple[str, int]] = set()
+        self.places = places  # (file, lines) of each byte of the map
+        self.seen: set[int] = set()
+        self.lines: dict[str, set[int]] = {}
         self.fixtures: dict[str, list[str]] = {}
         self.seconds: Counter[str] = Counter()
         self.passed: dict[str, bool] = {}
@@ -267,35 +308,13 @@ class Tracer:
 
     def enter(self, context: str) -> str:
         """Note from here on for ``context``; returns whose turn it was."""
+        found = sys.line_map[:]
+        sys.line_map[:] = bytes(len(found))
+        self.seen |= {place.start() for place in re.finditer(b"\x01", found)}
         before = self.current
         self.current = context
         self.seen = self.lines.setdefault(context, set())
         return before
-
-    def trace_calls(self, frame, event, argument):
-        file = self.files.get(frame.f_code.co_filename)
-        if file is None:
-            return None
-        frame.f_trace_lines = True
-
-        def trace_lines(frame, event, argument):
-            self.seen.add((file, frame.f_lineno))
-            return trace_lines
-
-        return trace_lines(frame, event, argument)
-
-    def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if stage_of(item) == self.stage]
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self, session):
-        threading.settrace(self.trace_calls)
-        sys.settrace(self.trace_calls)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
@@ -327,8 +346,9 @@ class Tracer:
         for test, passed in self.passed.items():
             contexts = [test, *self.fixtures.get(test, ())]
             lines: dict[str, list[int]] = {}
-            for file, line in sorted(set().union(*(self.lines.get(c, ()) for c in contexts))):
-                lines.setdefault(file, []).append(line)
+            for number in sorted(set().union(*(self.lines.get(c, ()) for c in contexts))):
+                file, own = self.places[number]
+                lines.setdefault(file, []).extend(own)
             if passed:
                 processes = any(c in self.processes for c in contexts)
                 reads = sorted(self.reads.get(test, ()))
@@ -340,23 +360,42 @@ class Tracer:
 
 
 class Only:
-    """A pytest plugin that runs the given tests in the given order and notes the first failure."""
+    """A pytest plugin that runs the given tests in the given order, and notes the first failure and what has passed.
 
-    def __init__(self, tests: list[str], said: Path):
-        self.order = {test: i for i, test in enumerate(tests)}
+    A test that hangs ends the process. No test is started once they have taken three times what they should.
+    """
+
+    def __init__(self, tests: dict[str, float], said: Path):
+        self.tests = tests
         self.said = said
+        self.ran: list[str] = []
+        self.failed = False
+        self.end = 0.0
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda i: self.order[i.nodeid])
+        order = {test: i for i, test in enumerate(self.tests)}
+        items[:] = sorted((i for i in items if i.nodeid in order), key=lambda i: order[i.nodeid])
+        for item in items:
+            limit = START + 10 * self.tests[item.nodeid]
+            item.add_marker(pytest.mark.timeout(limit, method="thread"), append=False)
+        self.end = time.monotonic() + START + 3 * sum(self.tests.values())
+
+    def pytest_runtest_logfinish(self, nodeid, location):
+        self.ran.append(nodeid)
+        if not self.failed:
+            self.said.write_text(json.dumps(["", "", self.ran]))
+        if not self.failed and time.monotonic() > self.end:
+            pytest.exit("the other tests do not fit into the time", returncode=0)
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
+            self.failed = True
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.said.write_text(json.dumps([report.nodeid, str(crash and crash.message)[:300]]))
+            self.said.write_text(json.dumps([report.nodeid, str(crash and crash.message)[:300], []]))
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.said.write_text(json.dumps([f"import of {report.nodeid}", report.longreprtext[-300:]]))
+            self.said.write_text(json.dumps([f"import of {report.nodeid}", report.longreprtext[-300:], []]))
 
 
 def descendants(pid: int) -> list[int]:
@@ -404,8 +443,22 @@ class Server:
         code = self.run(lambda: self.pytest(["--collect-only", *there], self), limit=600)
         if code != 0:
             raise RuntimeError(f"pytest finds no tests:\n{self.log.read_text()[-3000:]}")
-        for place in {(folder / file).parent for file in FILES}:
-            shutil.rmtree(place / "__pycache__", ignore_errors=True)
+        self.map = folder.with_name("lines.map")
+        self.map.write_bytes(bytes(MAP_BYTES))
+        self.opened = OPEN_MAP.format(path=str(self.map), size=MAP_BYTES)
+
+    def compile(self, marks: bool) -> list[tuple[str, list[int]]]:
+        """Write the byte code of all files, with marks for a trace or without. Returns (file, lines) of each mark."""
+        places: list[tuple[str, list[int]]] = []
+        for file, source in self.sources().items():
+            tree, owned = marked(source, len(places), self.opened) if marks else (ast.parse(source), [])
+            places += [(file, lines) for lines in owned]
+            code = compile(tree, str(self.folder / file), "exec", dont_inherit=True)
+            cache = Path(importlib.util.cache_from_source(str(self.folder / file)))
+            cache.parent.mkdir(exist_ok=True)
+            checked = 0b11.to_bytes(4, "little") + importlib.util.source_hash(source)  # never taken for another text
+            cache.write_bytes(importlib.util.MAGIC_NUMBER + checked + marshal.dumps(code))
+        return places
 
     def sources(self) -> dict[str, bytes]:
         """The files that are mutated."""
@@ -436,12 +489,12 @@ class Server:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-        deadline = time.monotonic() + limit
-        status = None
-        while status is None and time.monotonic() < deadline:
+        waited, status = 0.0, None
+        while status is None and waited < limit:  # by its own count: a process that is paused does not hang
             done, value = os.waitpid(pid, os.WNOHANG)
             status = value if done == pid else None
             time.sleep(0.02)
+            waited += 0.02
         left = descendants(os.getpid())
         while left:
             for process in left:
@@ -461,12 +514,13 @@ class Server:
             tempfile.tempdir = None
             return pytest.main([*common, *words], plugins=[plugin])
 
-    def trace(self, file: str, stage: str) -> dict[str, dict]:
-        """Return the lines that the tests of one stage in a file touch. Raises RuntimeError if pytest fails."""
+    def trace(self, file: str, places: list[tuple[str, list[int]]]) -> dict[str, dict]:
+        """Return the lines that the tests of a file touch. Raises RuntimeError if pytest fails."""
         found = self.folder.with_name("traced.json")
 
         def inside() -> int:
-            tracer = Tracer(self.folder, stage)
+            exec(self.opened, {})
+            tracer = Tracer(self.folder, places)
             code = self.pytest([file], tracer)
             found.write_text(json.dumps(tracer.result()))
             return code
@@ -488,21 +542,24 @@ class Server:
         def inside() -> int:
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-            return self.pytest(["-x", *files], Only(list(tests), self.said))
+            return self.pytest(["-x", *files], Only(tests, self.said))
 
         try:
-            code = self.run(inside, limit=START + 3 * sum(tests.values())) if tests else 0
+            code = self.run(inside, limit=4 * START + 4 * sum(tests.values())) if tests else 0
         finally:
             if mutation is not None:
                 path.write_bytes(original)
-        said = json.loads(self.said.read_text()) if self.said.exists() else ["", ""]
+        said = json.loads(self.said.read_text()) if self.said.exists() else ["", "", []]
+        if code == 4 and "while loading conftest" in self.log.read_text():  # a module that cannot be imported
+            code, said = 1, ["import of tests/conftest.py", "", []]
         broken = (4, 5, FORK_FAILED) if mutation is not None else (3, 4, 5, FORK_FAILED)  # 3: tests cannot be collected
         if code in broken:
             raise RuntimeError(f"pytest itself failed with {code}:\n{self.log.read_text()[-3000:]}")
         state = "survived" if code == 0 else "killed"
-        by = "time limit" if code is None else said[0] or f"exit code {code}"
+        by = said[0] or ("time limit" if code in (None, 1) else f"exit code {code}")  # 1: of pytest-timeout
         seconds = round(time.monotonic() - start, 1)
-        return {"state": state, "by": by if code != 0 else "", "said": said[1], "tests": len(tests), "seconds": seconds}
+        found = {"state": state, "by": by if code != 0 else "", "said": said[1], "ran": said[2]}
+        return found | {"tests": len(tests), "seconds": seconds}
 
 
 # ------------------------------------------------------------------------------------------------ all of it, for a draw
@@ -523,8 +580,8 @@ def moved_lines(before: str, after: str) -> dict[int, int]:
     return moved
 
 
-def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> dict[str, dict]:
-    """Return the lines that the fast tests of a stage touch, in test files whose names match ``only``.
+def trace(server: Server, place: str, results: Path, only: str = "") -> dict[str, dict]:
+    """Return the lines that the fast tests of a folder touch, in test files whose names match ``only``.
 
     It is known from an earlier call where a test file has not changed. Lines that were traced in an earlier version of
     a file are looked up in this one.
@@ -537,15 +594,15 @@ def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> di
         known["sources"][now[name]] = source.decode()
     modules = re.compile(rf"\b({'|'.join(Path(name).stem for name in now)})\b")
     touched = {}
-    for path in [path for place in PLACES for path in sorted((server.folder / place).rglob("test_*.py"))]:
+    places = server.compile(marks=True)
+    for path in sorted((server.folder / place).rglob("test_*.py")):
         if not modules.search(path.read_text()) or not re.search(only, path.name):
             continue
-        file_name = str(path.relative_to(server.folder))
-        name = f"{stage} {file_name}"
+        name = str(path.relative_to(server.folder))
         stamp = hashlib.sha256(path.read_bytes()).hexdigest()
         if known["files"].get(name, {}).get("stamp") != stamp:
             start = time.monotonic()
-            known["files"][name] = {"stamp": stamp, "sources": now, "tests": server.trace(file_name, stage)}
+            known["files"][name] = {"stamp": stamp, "sources": now, "tests": server.trace(name, places)}
             file.write_text(json.dumps(known))
             count = len(known["files"][name]["tests"])
             print(f"traced {name}: {count} tests, {time.monotonic() - start:.0f} s", flush=True)
@@ -559,6 +616,7 @@ def trace_stage(server: Server, stage: str, results: Path, only: str = "") -> di
             for source, numbers in what["lines"].items():
                 lines[source] = [moved[source].get(n, 0) for n in numbers] if source in moved else numbers
             touched[test] = what | {"lines": lines, "stamp": stamp}
+    server.compile(marks=False)
     return touched
 
 
@@ -578,10 +636,12 @@ def choose(
     """Tests of a mutation of the lines up to ``last``, cheapest first, as many as fit into ``budget`` seconds.
 
     Those that touch its lines; then, if ``unseen``, for a quarter of the budget each, those that read the file, and
-    those that start processes, where it may run unseen. What an import runs is touched by every test. ``passed``: what
-    it has survived, by ``signature``.
+    those that start processes, where it may run unseen. What an import runs, a class's attributes as well, is touched
+    by every test, and first tried by those that run another line of its file. Those of the module's own test file come
+    before the others. ``passed``: what it has survived, by ``signature``.
     """
     lines = set(range(mutation.line, last + 1))
+    imported = not mutation.scope or mutation.scope.rpartition(".")[2].lstrip("_")[:1].isupper()
     near = {}
     readers = {}
     far = {}
@@ -589,7 +649,7 @@ def choose(
         here = what["lines"].get(mutation.file, ())
         if signature(test, what) in passed:
             continue
-        if lines.intersection(here) or not mutation.scope or mutation.scope == "Args":
+        if lines.intersection(here) or imported:
             near[test] = what["seconds"]
         elif not unseen:
             continue
@@ -598,12 +658,20 @@ def choose(
         elif what["processes"]:
             far[test] = what["seconds"]
     chosen: dict[str, float] = {}
+
+    def order(test: str) -> tuple[bool, bool, float]:
+        return mutation.file not in touched[test]["lines"], own not in test.partition("::")[0], touched[test]["seconds"]
+
+    own = f"test_{Path(mutation.file).stem}.py"
     for group, part in ((near, budget), (readers, budget / 4), (far, budget / 4)):
         left = min(part, budget - sum(chosen.values()))
-        for test in sorted(group, key=lambda test: group[test]):
-            if group[test] <= left:
+        files: set[str] = set()
+        for test in sorted(group, key=order):
+            file = test.partition("::")[0]
+            if group[test] <= left and (file in files or len(files) < FEW_FILES):
                 chosen[test] = group[test]
                 left -= group[test]
+                files.add(file)
     return chosen
 
 
@@ -622,7 +690,7 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
 
     A survivor is tried by tests that it has not met: those that did not fit into ``budget``, and those of edited files.
 
-    With ``only`` the tests are those of some files; what survives them has not survived its stage.
+    With ``only`` the tests are those of some files; what survives them has not survived its folder.
     """
     results.mkdir(parents=True, exist_ok=True)
     results = results.resolve()
@@ -633,33 +701,34 @@ def run(number: int, seed: int, results: Path, budget: float, again: bool, only:
         sources = server.sources()
         drawn = remembered(results / f"drawn-{number}-{seed}.json", sources, number, seed)
         done = {entry["mutation"]: entry for entry in read_lines(file)}
-        tried = set()  # by the tests of a stage, in this call or in an earlier one
+        tried = set()  # by the tests of a folder, in this call or in an earlier one
         for entry in done.values():
             again_now = again and entry["state"] == "survived"
-            tried |= set() if again_now else {(entry["mutation"], stage) for stage in entry["stages"]}
+            tried |= set() if again_now else {(entry["mutation"], place) for place in entry["places"]}
         touched: dict[str, dict] = {}
-        for stage in STAGES:
-            touched |= trace_stage(server, stage, results, only)
+        for folder in PLACES:
+            touched |= trace(server, folder, results, only)
             for mutation in drawn:
-                before = done.get(mutation.key, {"state": "", "stages": []})
+                before = done.get(mutation.key, {"state": "", "places": []})
                 killed = before["state"] == "killed"
-                if killed or mutation.key in equivalent or (mutation.key, stage) in tried:
+                if killed or mutation.key in equivalent or (mutation.key, folder) in tried:
                     continue
                 last = mutation.line + sources[mutation.file][mutation.start : mutation.end].count(b"\n")
                 source = hashlib.sha256(sources[mutation.file]).hexdigest()
                 passed = before.get("passed", []) if before.get("source") == source else []
                 tests = choose(mutation, last, touched, budget, frozenset(passed), unseen=False)
-                if stage == STAGES[-1] and (again or not tests):
+                if folder == PLACES[-1] and (again or not tests):
                     tests = choose(mutation, last, touched, budget, frozenset(passed))
                 entry = {"mutation": mutation.key, "file": mutation.file, "line": mutation.line, "kind": mutation.kind}
-                entry |= server.attempt(mutation, tests) | {"stages": before["stages"] + [stage] * (not only)}
+                entry |= server.attempt(mutation, tests) | {"places": before["places"] + [folder] * (not only)}
+                ran = entry.pop("ran")
                 if entry["state"] == "survived":
-                    passed = [*passed, *(signature(test, touched[test]) for test in tests)]
+                    passed = [*passed, *(signature(test, touched[test]) for test in ran)]
                     entry |= {"source": source, "passed": passed}
                 done[mutation.key] = entry
                 with open(file, "a") as out:
                     out.write(json.dumps(entry) + "\n")
-                print(f"{entry['state']:8} by {len(tests):3} of {stage}  {mutation.key}", flush=True)
+                print(f"{entry['state']:8} by {len(tests):3} of {folder}  {mutation.key}", flush=True)
     print(report([asdict(m) | {"key": m.key} for m in drawn], done, equivalent))
     return sum(m.key not in equivalent and done[m.key]["state"] == "survived" for m in drawn)
 
