@@ -248,6 +248,8 @@ def test_importance_weights_by_hand():
     expected = {"fresh_frac": 2 / 3, "ess": 5.5**2 / (3 * 17.25), "capped_frac": 1 / 3}
     expected |= {"logprob_diff_mean": half / 2, "logprob_diff_max": half}
     assert metrics == pytest.approx({f"sampler/{name}": value for name, value in expected.items()}, rel=1e-6)
+    at_the_cap = utils.weight_statistics(old_T, old_T, grpo.Args(truncated_importance_sampling_ratio_cap=1.0))
+    assert at_the_cap["capped"].tolist() == [0, 0, 0], "a cap changes nothing of a weight that is equal to it"
     none_fresh = utils.staleness_metrics({**sums, "fresh": 0.0}, peaks)
     assert set(metrics) - set(none_fresh) == {"sampler/logprob_diff_mean", "sampler/logprob_diff_max"}
 

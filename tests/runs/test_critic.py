@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import deepspeed
 import pytest
 import torch
 from helpers import folder_of, make_samples, read_jsonl, run_here, tiny_args
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 import ppo
 import utils
 from ppo import Args
-from runtime.training import batching, deepspeed_zero
+from runtime.training import batching, deepspeed_zero, memory
 
 # A run in which all of them can be seen: two optimizer steps a batch, a decay and a clip that hold, a falling rate.
 RUN = {"eval_prompts": 0, "num_mini_batches": 2, "learning_rate": 1e-3, "critic_learning_rate": 1e-3}
@@ -186,6 +190,18 @@ def test_a_run_continues_from_a_saved_critic(tiny, tmp_path, monkeypatch):
     )
     assert torch.allclose(outputs(again.critic, samples), trained, atol=1e-6)
     assert metrics[0]["value/mean"] != read_jsonl(tmp_path / "first" / "metrics.jsonl")[0]["value/mean"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_critic_is_checkpointed_as_its_flag_says(tiny, tmp_path, monkeypatch, checkpointed):
+    """Memory alone shows it in a run: --gradient_checkpointing also applies to the critic, and its default does not."""
+    monkeypatch.setattr(deepspeed, "initialize", lambda model, **_: [model])
+    monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", lambda engine: engine)
+    args = tiny_args(tiny, tmp_path, "ppo", gradient_checkpointing=checkpointed)
+    run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", layout="padded")
+    run.tokenizer, run.sizes = AutoTokenizer.from_pretrained(tiny), memory.default_sizes(args, False)
+    critic = ppo.make_critic(ppo.settings_of_critic(args), run, len(run.tokenizer))
+    assert critic.model.is_gradient_checkpointing == checkpointed
 
 
 def test_a_critic_of_another_model_keeps_its_own_config(tiny):

@@ -8,7 +8,9 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -515,6 +517,58 @@ def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, er
         return
     with pytest.raises(error, match=words):
         watchdog.Watch.receive(watch, outbox, engine, 0.1, "an answer")
+
+
+def test_a_failed_engine_is_freed_before_the_next_is_built(monkeypatch):
+    """Its memory is held by the frames of the errors, also of one in whose handling another was raised."""
+    import torch
+
+    from runtime.system import watchdog
+
+    built = []
+
+    def build() -> None:
+        engine = {1}.union([2])
+        built.append(weakref.ref(engine))
+        raise ValueError("no memory")
+
+    def start() -> None:
+        try:
+            build()
+        except ValueError:
+            raise RuntimeError("no engine")  # noqa: B904
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    try:
+        try:
+            start()
+        except RuntimeError as error:
+            raise watchdog.EngineFailed("the rollout thread failed") from error
+    except watchdog.EngineFailed as failure:
+        watchdog.explain_restart(failure, 1)
+        assert built[0]() is None
+
+
+def test_a_rank_that_leaves_says_why(monkeypatch, capfd):
+    """os._exit writes out nothing that is still in a buffer."""
+    from runtime.system import watchdog
+
+    codes = []
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: codes.append((code, capfd.readouterr().err)))
+    watchdog.Watch._leave("rank 1 failed: no answer")
+    assert codes == [(1, "rank 1 failed: no answer\n")]
+
+
+def test_a_rank_waits_for_an_engine_that_is_slow():
+    """A message that comes after the first look is received, too, and the rank counts as alive until then."""
+    from runtime.system import watchdog
+
+    beats, outbox = [], queue.Queue()
+    watch = SimpleNamespace(store=SimpleNamespace(check=lambda keys: False), heartbeat=lambda: beats.append(1))
+    threading.Timer(0.7, outbox.put, (("sample", 7),)).start()
+    engine = SimpleNamespace(is_alive=lambda: True)
+    assert watchdog.Watch.receive(watch, outbox, engine, 20, "an answer") == ("sample", 7)
+    assert len(beats) == 2
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -5,6 +5,8 @@ In one file, as one worker's: the process whose forks they are imports the libra
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +85,18 @@ def test_a_raising_verifier_is_refused(tiny, tmp_path, capsys):
     text = capsys.readouterr().err
     assert end.value.code == 2 and RAISES_ON_THE_TRUTH in text
     assert "the verifier's own mistake" in text and "in raises" in text
+
+
+def test_a_fork_has_no_handler_of_the_run():
+    """A verifier or a tool that is asked to end ends; the handler would only note that the run should stop."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(int(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.integration

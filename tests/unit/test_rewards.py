@@ -523,6 +523,7 @@ def test_what_a_verifier_started_ends_with_it():
     finally:
         pool.close()
     assert [kind for kind, mark in marks.items() if not gone(mark)] == []
+    assert not pool.nursery.process.is_alive(), "the process that forks the workers"
 
 
 @pytest.mark.integration

@@ -101,6 +101,17 @@ def test_weights_stand_in_one_block_that_is_laid_out_once():
     assert inbox.get()[2][0][1].sum() == 4000
 
 
+def test_blocks_of_other_tensors_leave_no_open_file():
+    ours, theirs = Pipe()
+    giver, inbox = engine_process.WeightsSender(ours, os.getpid()), engine_process.Inbox(theirs)
+    counts = []
+    for size in (1000, 2000, 3000, 4000):
+        giver.give(size, [("a", torch.ones(size))])
+        assert inbox.get()[2][0][1].sum() == size
+        counts.append(left()[0])
+    assert counts[0] == counts[-1], counts
+
+
 def test_no_tensor_is_sent(monkeypatch):
     """A megabyte of weights: a message of some hundred bytes, and after the first one of fewer."""
     ours, theirs = Pipe()
@@ -220,6 +231,20 @@ def test_a_process_that_hangs_is_killed_when_another_takes_its_place():
     assert alive(talk.first[1])
     talk.outbox.abandoned = True
     talk.ended(within=5)
+
+
+def test_a_relay_that_waits_takes_no_cpu_time():
+    """Its thread shares the cores of the trainer, and Python's lock: it looks up twice a second."""
+    ours, theirs = Pipe()
+    looks = []
+    line = SimpleNamespace(recv=ours.recv, send=ours.send, close=ours.close)
+    line.poll = lambda seconds: looks.append(seconds) or ours.poll(seconds)
+    child = SimpleNamespace(pid=0, exitcode=0, kill=lambda: None, join=lambda *timeout: None)
+    engine = engine_process.EngineProcess(obey)
+    engine._start = lambda setting: (child, line)
+    threading.Timer(0.7, theirs.close).start()
+    engine.relay(ARGS, torch.float32, 0, 1, [0], watchdog.Mailbox(), watchdog.Mailbox())
+    assert 1 <= len(looks) <= 3
 
 
 @pytest.mark.integration

@@ -443,6 +443,14 @@ def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
         assert given.get("block_size") == (None if cuda else 32)
 
 
+@SCRIPTS
+@pytest.mark.parametrize("mode", ["off", "keep", "recompute"])
+def test_vllm_schedules_ahead_only_while_weights_do_not_change_in_a_batch(script, monkeypatch, mode):
+    """None leaves it to vLLM; with in-flight updates a token would get the version of weights it was not sampled by."""
+    changes = {"inflight_updates": mode, "async_steps": int(mode != "off")}
+    assert built(script, monkeypatch, False, **changes)["async_scheduling"] is (None if mode == "off" else False)
+
+
 @pytest.mark.parametrize(
     "changes, size",
     [

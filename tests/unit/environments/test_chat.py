@@ -126,6 +126,19 @@ def test_no_special_token_of_an_observation_is_live(player):
             assert json.dumps(text)[1:-1] in player.tokenizer.decode(ids)
 
 
+def test_a_template_without_tools_has_observations_from_the_user(tiny, tmp_path):
+    """Some raise on a role that they do not know, and leave no message out."""
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no such role') }}{% endif %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    player = Player(tiny, "Tools", chat_template=str(template))
+    assert player.episodes.chat.role == "user"
+    player.episodes.close()
+
+
 @pytest.mark.integration
 def test_what_renders_a_prompt_again_has_its_tools_and_its_observation(player):
     """variants/opsd.patch and sdpo.patch, and a reward model: the tools, all turns, and no live token of reset's."""

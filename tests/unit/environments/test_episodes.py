@@ -21,7 +21,7 @@ import rewards
 from runtime.data import rendering
 from runtime.data.samples import Batch, Problem
 from runtime.engine import client, scripted_turns
-from runtime.environments import episodes
+from runtime.environments import episodes, user_objects
 from runtime.grading import worker_pool
 
 TURN_LAG = episodes.TURN_LAG
@@ -65,6 +65,13 @@ TOLD = {
     "kill_grandparent": "error: its process",
     "close_all": "error: its process ended",
 }
+
+
+def test_an_observation_has_at_most_as_many_characters_as_its_page_says():
+    """10,000 (docs/data_and_rewards.md), or max_characters of the class."""
+    assert user_objects.clean("x" * 10_000, None) == "x" * 10_000
+    assert user_objects.clean("x" * 10_001, None) == "x" * 10_000 + "\n[cut: 10001 characters]"
+    assert user_objects.clean("abc", SimpleNamespace(max_characters=2)) == "ab\n[cut: 3 characters]"
 
 
 @pytest.mark.integration
@@ -433,6 +440,15 @@ def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
     assert rendering.variables_of(problems, args) == {}
     assert [p.messages[-1]["content"] for p in problems] == ["u h", "u"]
     assert all('"name": "add"' in p.messages[0]["content"] for p in problems)
+
+
+def test_a_row_that_reset_cannot_begin_with_ends_the_program(tiny, capsys):
+    """Before training, with the row and the error: Guess needs an answer."""
+    problem = Problem([{"role": "user", "content": "u"}], "4", "exact", {"hint": 3})
+    with pytest.raises(SystemExit) as ended:
+        episodes.first_turns([problem], tokenizer_of(tiny), arguments(tiny, "Guess"))
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "reset failed on the row {'hint': 3}" in said and "'answer'" in said
 
 
 def test_what_reset_says_may_look_like_a_chat_template(tiny, capsys):

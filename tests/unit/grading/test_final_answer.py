@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rewards
-from runtime.grading import units
+from runtime.grading import final_answer, units
 from runtime.grading.answers import alternatives, is_echo
 
 
@@ -149,6 +149,17 @@ def test_boxes_joined_by_spacing(between):
     text = f"\\(\\boxed{{-2}}{between}\\boxed{{1}}\\)"
     assert score(text, "-2, 1") == 1 and score(text, "1") == 0
     assert score("\\boxed{1, -2}", text) == 1 and score("\\boxed{1}", text) == 0, "in a truth"
+
+
+@pytest.mark.parametrize(("wide", "answer"), [(60, "1, 2"), (61, "2")])
+def test_boxes_that_stand_far_apart_are_no_list(wide, answer):
+    between = "and".center(wide)
+    assert final_answer.boxed_answer(rf"\boxed{{1}}{between}\boxed{{2}}", True)[0] == answer
+
+
+def test_a_list_of_boxes_has_at_most_ten():
+    boxes = [rf"\boxed{{{number}}}" for number in range(11)]
+    assert final_answer.boxed_answer(" and ".join(boxes), True)[0] == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
 
 
 def test_units_under_every_name_and_in_every_wrapper():

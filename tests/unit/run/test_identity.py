@@ -392,3 +392,14 @@ def test_helpers_next_to_a_file_of_the_user_s_are_part_of_the_code(tmp_path, fla
     identity._digests.cache_clear()
     (changed,) = identity.changed_code(before, identity.code_of(args))
     assert changed.endswith("below.py has changed")
+
+
+@pytest.mark.parametrize("there", [1, 2])
+def test_another_number_of_ranks_is_reported_when_a_run_is_resumed(monkeypatch, capsys, there):
+    """And only then: results are equal up to rounding, and otherwise to the bit."""
+    monkeypatch.setattr(directory, "changed_arguments", lambda *_, **__: ([], []))
+    monkeypatch.setattr(directory, "changed_code", lambda *_: [])
+    state = {"step": 3, "world_size": there, "args": {}, "code": {}, "versions": directory.versions()}
+    directory.report_changes(Path("run"), state, grpo.Args(), 1)
+    said = capsys.readouterr().out
+    assert "resuming after step 3, from run" in said and ("2 rank(s) there, 1 here" in said) == (there == 2)

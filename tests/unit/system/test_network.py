@@ -117,6 +117,18 @@ def test_gloo_gets_the_interface_of_the_address(monkeypatch, several_nodes):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+def test_a_silent_connection_ends_within_the_limit():
+    """The wait before the first probe and those between the probes add up to SILENCE at most, and nearly to it."""
+    with socket.socket() as line:
+        network.watch_other_end(line)
+        idle, between, count = (
+            line.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert line.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert network.SILENCE - between < idle + between * count <= network.SILENCE
+
+
 @pytest.mark.parametrize("in_good_order", [True, False])
 def test_a_neighbor_is_gone_when_it_ended_without_a_word(in_good_order):
     """Not while it lives, and not once it has said that it ends."""

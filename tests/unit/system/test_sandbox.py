@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import importlib.util
 import io
@@ -928,6 +929,39 @@ else:
     if done.stdout == "no keys\n":
         pytest.skip("the kernel gives no keyrings here")
     assert done.stdout == "True\n-1\n", done
+
+
+def test_namespaces_are_used_where_the_kernel_gives_them():
+    """A fault in building them would look like a kernel without them, and skip every test that needs them."""
+    made = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--fork",
+        "mount",
+        "-t",
+        "tmpfs",
+        "none",
+        "/tmp",
+    ]
+    if shutil.which("unshare") is None or subprocess.run(made, capture_output=True).returncode != 0:
+        pytest.skip("the kernel gives no namespaces here")
+    assert REFUSED == ""
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EDQUOT])
+def test_a_machine_without_keyrings_runs_programs(monkeypatch, number):
+    """A kernel without keys, or a container that rejects the call, is no failure; any other error is one."""
+
+    def failing(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sandbox, "kernel", failing)
+    monkeypatch.setattr(sandbox, "refused_calls", lambda: {"keyctl": 250})
+    with pytest.raises(OSError) if number == errno.EDQUOT else contextlib.nullcontext():
+        sandbox.new_keyring()
 
 
 def test_numbers_of_system_calls():

@@ -22,7 +22,7 @@ import ppo
 import utils
 from grpo import Args, loss_weights
 from runtime.data.samples import Sample
-from runtime.training import attention, batching
+from runtime.training import attention, batching, memory
 
 CPU = torch.device("cpu")
 
@@ -326,6 +326,17 @@ def test_chunks_and_checkpointing_change_nothing(tiny_model, samples):
     model = copy.deepcopy(tiny_model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     close(gradient(model, samples, batches(samples)), expected)
+
+
+def test_gradients_under_checkpointing_can_be_asked_for_one_by_one(tiny_model, samples):
+    """torch.autograd.grad, by which a script can compare parts of its loss, works with the non-reentrant kind alone."""
+    model = copy.deepcopy(tiny_model)
+    args = Args(gradient_checkpointing=True, max_prompt_length=50, max_response_length=50)
+    run = SimpleNamespace(device=torch.device("cpu"), layout="padded", sizes=memory.default_sizes(args, False))
+    policy = utils.prepare_policy(model, args, run, 2)
+    assert model.is_gradient_checkpointing
+    loss = policy(batches(samples, "padded")[0])[0].sum()
+    assert all(part.norm() > 0 for part in torch.autograd.grad(loss, list(model.model.layers.parameters())))
 
 
 RANKS = """

@@ -44,6 +44,23 @@ def test_a_cpu_computes_in_bf16_where_that_is_much_faster(monkeypatch, rates, ch
         assert pretrained.resolve_device(grpo.Args(dtype=name))[1] == getattr(torch, name)
 
 
+def test_the_rates_are_those_of_one_core(monkeypatch):
+    """A run with more threads is measured with one, and has its threads afterwards."""
+    plain, threads, during = torch.mm, torch.get_num_threads(), []
+
+    def product(*factors):
+        during.append(torch.get_num_threads())
+        return plain(*factors)
+
+    monkeypatch.setattr(torch, "mm", product)
+    torch.set_num_threads(2)
+    try:
+        cpu_rates.product_rates(1)
+        assert torch.get_num_threads() == 2 and during == [1, 1]
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes of a GPU follow from its memory")
 @pytest.mark.parametrize(
     ("rates", "tokens"),
