@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -962,6 +963,12 @@ def test_a_machine_without_keyrings_runs_programs(monkeypatch, number):
     monkeypatch.setattr(sandbox, "refused_calls", lambda: {"keyctl": 250})
     with pytest.raises(OSError) if number == errno.EDQUOT else contextlib.nullcontext():
         sandbox.new_keyring()
+
+
+@pytest.mark.parametrize(("machine", "ptrace"), [("x86_64", 101), ("aarch64", 117)])
+def test_each_processor_has_its_own_numbers(monkeypatch, machine, ptrace):
+    monkeypatch.setattr(sandbox.os, "uname", lambda: SimpleNamespace(machine=machine))
+    assert sandbox.refused_calls()["ptrace"] == ptrace
 
 
 def test_numbers_of_system_calls():
