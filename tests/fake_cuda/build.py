@@ -26,7 +26,7 @@ GOLDEN = HERE / "golden" / "imports.txt"
 OUTPUT = HERE.parent.parent / ".cuda" / "fake"
 SITE = Path(sysconfig.get_paths()["purelib"])
 IMPORTERS = ("torch", "vllm", "torchvision", "triton", "nvidia", "deepspeed")  # packages whose files are read
-PRODUCT = re.compile(r"(gemm|gemv|Matmul)", re.IGNORECASE)
+PRODUCT = re.compile(r"gem[mv]", re.IGNORECASE)  # cublasLtMatmul is in stubs/cublaslt.c
 
 
 @dataclass

@@ -93,6 +93,9 @@ def check_moves(rank: int, ranks: int) -> None:
         one = torch.ones(3, device="cuda")
         dist.all_reduce(one, group=alone)
         compare("all-reduce of one rank", one, torch.ones(3))
+        out = torch.zeros(3, device="cuda")
+        dist.all_gather_into_tensor(out, one, group=alone)
+        compare("all-gather of one rank", out, torch.ones(3))
 
 
 def rank_main(rank: int, ranks: int, file: str) -> None:

@@ -1,40 +1,34 @@
 """Try cards of the fake device with torch's own CUDA code: memory, counters, captures, order of streams.
 
 .cuda/bin/python tests/fake_cuda/device.py 90:141 89:24     under the stub libraries: check.py sets them
+
+With check.py --gpu the card is a real one, which has no counters and no order of streams; kernels compute there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import traceback
 
 import torch
+from counters import COMPUTES, REAL, STUBS, count, counted
+from forks import in_a_fork
+from torch.nn.functional import linear
 
-STUBS = ctypes.CDLL(None)
-STUBS.fake_count.restype = ctypes.c_longlong
-STUBS.fake_count.argtypes = [ctypes.c_char_p]
-STUBS.fake_used.restype = ctypes.c_size_t
-STUBS.fake_access.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
 GIB = 2**30
-
-
-def counted(action, *names: str) -> list[int]:
-    """Return how much an action adds to counters of the stubs."""
-    before = [STUBS.fake_count(name.encode()) for name in names]
-    action()
-    return [STUBS.fake_count(name.encode()) - old for name, old in zip(names, before, strict=True)]
 
 
 def check_card() -> None:
     """The card is the one that the environment describes."""
+    assert torch.cuda.is_available()
+    if REAL:
+        return
     capability = int(os.environ["FAKE_CUDA_CAPABILITY"])
-    assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+    assert torch.cuda.device_count() == 1
     assert torch.cuda.get_device_capability() == divmod(capability, 10)
     total = torch.cuda.get_device_properties(0).total_memory
     assert abs(total / GIB - float(os.environ["FAKE_CUDA_GIB"])) < 0.01
-    assert STUBS.fake_count(b"no such counter") == -1
+    assert count("no such counter") == -1
 
 
 def check_memory() -> None:
@@ -48,10 +42,10 @@ def check_memory() -> None:
         assert "CUDA out of memory" in str(error)
     else:
         raise AssertionError("a card gave more memory than it has")
-    assert STUBS.fake_count(b"out_of_memory") > 0
+    assert REAL or count("out_of_memory") > 0
     del half
     torch.cuda.empty_cache()
-    assert STUBS.fake_used() < 64 * 2**20
+    assert REAL or STUBS.fake_used() < 64 * 2**20
     del free
     again = torch.empty(total // 2, dtype=torch.uint8, device="cuda")
     del again
@@ -60,9 +54,14 @@ def check_memory() -> None:
 
 def check_counters() -> None:
     """Kernels, products, copies and waits are counted, each where torch really makes one."""
+    if REAL:
+        return
     a = torch.empty(64, 64, device="cuda")
     torch.mm(a, a)  # the handle and workspace of cuBLAS
     assert counted(lambda: torch.mm(a, a), "products", "stream_syncs") == [1, 0]
+    half = torch.empty(64, 64, device="cuda", dtype=torch.bfloat16)
+    linear(half, half, half[0])
+    assert counted(lambda: linear(half, half, half[0]), "products") == [1]  # with a bias: cublasLt
     assert counted(lambda: a.mul_(2), "launches", "h2d") == [1, 0]
     pinned = torch.ones(64, 64).pin_memory()
     assert counted(lambda: a.copy_(pinned, non_blocking=True), "h2d", "pageable_h2d", "stream_syncs") == [1, 0, 0]
@@ -81,8 +80,8 @@ def check_captures() -> None:
         with torch.cuda.graph(graph):
             a.mul_(2)
 
-    assert counted(capture, "captures") == [1]
-    assert counted(graph.replay, "graph_launches") == [1]
+    assert REAL + counted(capture, "captures")[0] == 1
+    assert REAL + counted(graph.replay, "graph_launches")[0] == 1
     bad = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(bad):
@@ -91,11 +90,20 @@ def check_captures() -> None:
         pass
     else:
         raise AssertionError("a capture allowed a wait")
-    assert STUBS.fake_count(b"forbidden") > 0
+    assert REAL or count("forbidden") > 0
+
+
+def check_code() -> None:
+    """Libraries inside torch find the code of their kernels that fits the card, as CUB does for a radix sort."""
+    values = torch.arange(10_000, 0, -1, device="cuda")
+    ordered, places = values.sort()
+    assert not COMPUTES or (ordered[0].item(), places[0].item()) == (1, 9_999)
 
 
 def check_order() -> None:
     """Accesses of two streams need an event, or a wait of the host, between them."""
+    if REAL:
+        return
     a = torch.empty(64, device="cuda")
     one, two = torch.cuda.Stream(), torch.cuda.Stream()
 
@@ -119,12 +127,13 @@ def check_order() -> None:
 
 def check_missing() -> None:
     """A function of the real library that nothing imports reports an error instead of a success."""
-    assert STUBS.cudaMallocManaged(None, 0, 0) == 801  # cudaErrorNotSupported; its name is on stderr
+    assert REAL or STUBS.cudaMallocManaged(None, 0, 0) == 801  # cudaErrorNotSupported; its name is on stderr
 
 
 def check_everything() -> None:
     """Run every check on the card that the environment describes."""
-    for check in (check_card, check_memory, check_counters, check_captures, check_order, check_missing):
+    checks = [check_card, check_memory, check_counters, check_code, check_order, check_missing, check_captures]
+    for check in checks:
         check()
 
 
@@ -132,20 +141,16 @@ def main() -> int:
     """Check each card of the command line, in a fork of this process: torch reads a card once."""
     for card in sys.argv[1:]:
         capability, _, size = card.partition(":")
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.environ |= {"FAKE_CUDA_CAPABILITY": capability, "FAKE_CUDA_GIB": size, "FAKE_CUDA_ORDER": "1"}
-                check_everything()
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            os._exit(code)
-        if os.waitpid(child, 0)[1] != 0:
+        variables = {"FAKE_CUDA_CAPABILITY": capability, "FAKE_CUDA_GIB": size, "FAKE_CUDA_ORDER": "1"}
+        if in_a_fork(check_everything, variables) is not None:
             print(f"compute capability {capability}, {size} GiB: not as a GPU; the reason is above")
             return 1
-    print(f"{len(sys.argv) - 1} cards: sizes, memory errors, counters, captures and order of streams as on a GPU")
+    what = (
+        "memory errors, kernels' code and captures"
+        if REAL
+        else "sizes, memory errors, counters, captures and order of streams"
+    )
+    print(f"{len(sys.argv) - 1} cards: {what} as on a GPU")
     return 0
 
 

@@ -8,12 +8,10 @@ layout and attention are those that a run chooses on the card; flags only name a
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
 import tempfile
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +22,8 @@ process.prepare_environment("auto")
 import numpy as np
 import torch
 from backends import MODEL
+from counters import REAL, counted
+from forks import in_a_fork
 
 import grpo
 import utils
@@ -32,9 +32,6 @@ from runtime.engine import choices
 from runtime.training import batching, deepspeed_zero, memory, pretrained
 from runtime.training.memory import GIB
 
-STUBS = ctypes.CDLL(None)
-STUBS.fake_count.restype = ctypes.c_longlong
-STUBS.fake_count.argtypes = [ctypes.c_char_p]
 CONTEXT = 500 / 1024  # GiB that the fake driver keeps for itself
 WORKSPACES = 1.01  # peak / bound of tensors at most: cuBLAS's workspaces are in the 2 GiB that a run adds for CUDA
 LOOSEST = 1.5  # bound / peak at most
@@ -60,6 +57,7 @@ CASES = {
     "1.5B": Case(QWEN_1_5B, (90, 79.1), {"attn_implementation": "sdpa"}),
     "7B-4-layers": Case(QWEN_7B, (90, 79.1), {"attn_implementation": "varlen", "vllm_sleep": "engine"}),
 }
+ON_A_GPU = "0.5B"  # the case of check.py --gpu, whose card is that of the machine
 TIGHT = "0.5B-24GB"  # also taken on a card that is smaller than its peak
 
 
@@ -93,6 +91,12 @@ def make_policy(args: grpo.Args, chosen: choices.Choices, device: torch.device):
     return deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
 
 
+def compute(policy, batch) -> None:
+    """Compute the gradients of a micro-batch."""
+    logprobs_T, _, _ = policy(batch)
+    deepspeed_zero.backward(policy, logprobs_T.sum(), batch.is_last)
+
+
 def take_steps(case: Case, folder: Path, size: float | None) -> dict:
     """Take two optimizer steps, on a card of ``size`` GiB if given; return sizes in GiB and launches of the second."""
     (folder / "config.json").write_text(json.dumps(MODEL | case.config))
@@ -112,15 +116,14 @@ def take_steps(case: Case, folder: Path, size: float | None) -> dict:
     launches = 0
     for _ in range(2):
         for batch in batches:
-            before = STUBS.fake_count(b"launches") + STUBS.fake_count(b"products")
-            logprobs_T, _, _ = policy(batch)
-            deepspeed_zero.backward(policy, logprobs_T.sum(), batch.is_last)
+            found = counted(lambda batch=batch: compute(policy, batch), "launches", "products")
             if not batch.is_last:
-                launches = STUBS.fake_count(b"launches") + STUBS.fake_count(b"products") - before
+                launches = sum(found)
     assert policy.was_step_applied()
     sampler = bound.parts["engine"] + bound.parts["KV cache"]
     trainer = bound.phases["training"] - sampler * (args.vllm_sleep == "off")
     return {
+        "card": torch.cuda.get_device_properties(device).total_memory / GIB,
         "attention": chosen.attention,
         "tokens": budget,
         "peak": torch.cuda.max_memory_allocated() / GIB,
@@ -132,29 +135,16 @@ def take_steps(case: Case, folder: Path, size: float | None) -> dict:
     }
 
 
-def in_a_fork(name: str, size: float | None = None) -> dict:
-    """Return what ``take_steps`` does, or {"error"}, from a fork of this process: torch reads a card once."""
+def on_its_card(name: str, size: float | None = None) -> dict:
+    """Return what ``take_steps`` does, or {"error"}, from a fork of this process."""
     case = CASES[name]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read)
-        os.environ |= {"FAKE_CUDA_CAPABILITY": str(case.card[0]), "FAKE_CUDA_GIB": str(case.card[1])}
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                found = take_steps(case, Path(folder), size)
-        except BaseException as error:
-            if size is None:
-                traceback.print_exc()
-            found = {"error": type(error).__name__}
-        with os.fdopen(write, "w") as end:
-            json.dump(found, end)
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as end:
-        text = end.read()
-    os.waitpid(child, 0)
-    return json.loads(text or '{"error": "killed"}')
+    card = {"FAKE_CUDA_CAPABILITY": str(case.card[0]), "FAKE_CUDA_GIB": str(case.card[1]), "FAKE_CUDA_MOVED_MIB": "1"}
+
+    def work() -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            return take_steps(case, Path(folder), size)
+
+    return in_a_fork(work, card, quiet=size is not None)
 
 
 def main() -> int:
@@ -163,15 +153,15 @@ def main() -> int:
     print(
         "model        card GiB attention       tokens  peak reserved  tensors  bound bound/peak  a run prints  launches"
     )
-    for name in sys.argv[1:] or CASES:
-        found = in_a_fork(name)
+    for name in sys.argv[1:] or ([ON_A_GPU] if REAL else CASES):
+        found = on_its_card(name)
         if "error" in found:
             wrong.append(f"{name}: {found['error']}")
             continue
         held = found["peak"] + CONTEXT
         sizes = f"{found['tensors']:8.2f} {found['bound']:6.2f} {found['bound'] / held:11.3f} {found['printed']:13.1f}"
         print(
-            f"{name:12} {CASES[name].card[1]:8} {found['attention']:14} {found['tokens']:7} {found['peak']:5.2f} "
+            f"{name:12} {found['card']:8.1f} {found['attention']:14} {found['tokens']:7} {found['peak']:5.2f} "
             f"{found['reserved']:8.2f} {sizes} {found['launches']:9}",
             flush=True,
         )
@@ -179,13 +169,12 @@ def main() -> int:
             wrong.append(f"{name}: the peak is above the bound: {found['peak']:.2f} of {found['tensors']:.2f} GiB")
         if found["bound"] > LOOSEST * held:
             wrong.append(f"{name}: the bound is far above the peak: {found['bound']:.2f} for {held:.2f} GiB")
-        if name == TIGHT:
-            small = in_a_fork(name, found["peak"])
+        if name == TIGHT and not REAL:
+            small = on_its_card(name, found["peak"])
             if small.get("error") != "OutOfMemoryError":
                 wrong.append(f"{name} on a card smaller than its peak: no torch.OutOfMemoryError, but {small}")
-    print(
-        "\n".join(wrong) or "peaks below their bounds, and an OutOfMemoryError on a card that is smaller than the peak"
-    )
+    small = "" if REAL else ", and an OutOfMemoryError on a card that is smaller than the peak"
+    print("\n".join(wrong) or f"peaks below their bounds{small}")
     return int(bool(wrong))
 
 

@@ -227,6 +227,14 @@ int fake_share(const void *pointer, size_t *size) {
     return file;
 }
 
+// Where only sizes count, copies on the device need not write pages that take memory of the host.
+static size_t moved_at_most(void) {
+    static const char *limit;
+    if (!limit)
+        limit = setting("FAKE_CUDA_MOVED_MIB", "1e9");
+    return atof(limit) * MIB;
+}
+
 void fake_copy(void *to, const void *from, size_t bytes) {
     int target = fake_kind(to), source = fake_kind(from);
     if (target == DEVICE && source != DEVICE) {
@@ -237,6 +245,8 @@ void fake_copy(void *to, const void *from, size_t bytes) {
         fake_add(PAGEABLE_D2H, target == PAGEABLE);
     } else {
         fake_add(D2D, 1);
+        if (source == DEVICE && bytes > moved_at_most())
+            return;
     }
     memmove(to, from, bytes);
 }

@@ -2,6 +2,7 @@
 //
 // Device memory is memory of the host with an account of its size, copies are copies, kernels are counted and do
 // nothing. FAKE_CUDA_CAPABILITY (90), FAKE_CUDA_GIB (79.1), FAKE_CUDA_COUNT (1) and FAKE_CUDA_NAME describe the card.
+// Copies on the device of more than FAKE_CUDA_MOVED_MIB are counted and not made; the default has no limit.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
