@@ -79,6 +79,13 @@ def forget_the_card() -> None:
             thing.cache_clear()
 
 
+def import_vllm() -> None:
+    """Import vLLM once, before the forks, and leave CUDA alone."""
+    importlib.import_module("vllm")
+    importlib.import_module("vllm.engine.arg_utils")
+    assert not torch.cuda.is_initialized()
+
+
 def trainer_kernel(dtype: torch.dtype, masked: bool) -> str:
     """The kernel that sdpa takes for rows of 256 tokens, heads of 64."""
     query = torch.zeros(2, 4, 256, 64, device="cuda", dtype=dtype)
@@ -184,9 +191,7 @@ def main() -> None:
             for dtype, row in on_a_card(card, folder / "none", model, trainer_choices).items():
                 table[f"trainer, {card} {dtype}"] = row
         os.environ["CUDA_HOME"] = str(folder / "none")  # some modules look for nvcc when they are imported
-        importlib.import_module("vllm")  # once, before the forks
-        importlib.import_module("vllm.engine.arg_utils")
-        assert not torch.cuda.is_initialized()
+        import_vllm()
         for card, nvcc in itertools.product(cards, ("none", "toolkit")):
             for dtype, row in on_a_card(card, folder / nvcc, model, engine_choices).items():
                 table[f"engine, {card} {dtype} {'with' if nvcc == 'toolkit' else 'without'} nvcc"] = row

@@ -4,8 +4,10 @@
     .cuda/bin/python tests/fake_cuda/check.py backends runs     some of them
     .cuda/bin/python tests/fake_cuda/check.py runs --only ppo   a part of them: some runs, or some cards
     .cuda/bin/python tests/fake_cuda/check.py --write-golden    write golden/*.json anew; read the difference
+    python tests/fake_cuda/check.py --gpu                       device, backends, kernels, memory on this machine's GPU
 
-It needs the wheels of locks/cuda.txt (tests/fake_cuda/setup.sh installs them into .cuda), and no GPU.
+It needs the wheels of locks/cuda.txt (tests/fake_cuda/setup.sh installs them into .cuda), and without --gpu no GPU. All
+parts run at the same time, with two processes at a time; seconds of a part are those of its processes together.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,13 +32,15 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(HERE)]
 
 import build
-from helpers import TIMES, TINY_COMMAND, VERIFIERS, command, make_tiny, read_jsonl
+from helpers import TIMES, TINY_COMMAND, VERIFIERS, clean_environment, command, make_tiny, read_jsonl
 
 from runtime.system import process
 
-WORK = ROOT / ".cuda" / "check"
+WORK = ROOT / ".cuda" / "check"  # with --gpu: --work
 GOLDEN = HERE / "golden"
 CACHES = ROOT / ".cuda" / "cache"
+CORES = threading.Semaphore(2)  # processes at a time, of all parts together
+SECONDS: Counter[str] = Counter()  # of the processes of each part
 TOLERANCE = 1e-5  # of a metric of the fake device and the CPU, relative to numbers above 1
 
 
@@ -53,6 +59,8 @@ def replaced_names() -> list[str]:
 
 def environment(**card: str) -> dict[str, str]:
     """The environment of a process that has the fake device: the stubs, caches of its own, and ``card``."""
+    if os.environ.get("REAL_GPU"):
+        return without_device() | {"REAL_GPU": "1", "LD_PRELOAD": os.environ.get("LD_PRELOAD", "")}
     folder = build.OUTPUT
     settings = {
         "LD_PRELOAD": " ".join(str(folder / name) for name in replaced_names()),
@@ -68,7 +76,7 @@ def without_device() -> dict[str, str]:
     """The environment of a process on the CPU, with the same wheels."""
     # Without the last one Python would compile every file again in every process.
     own = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD", "PYTHONDONTWRITEBYTECODE"}
-    clean = {name: value for name, value in os.environ.items() if name not in own}
+    clean = {name: value for name, value in clean_environment().items() if name not in own}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ninja
     return clean | {
         "PATH": path,
@@ -80,13 +88,16 @@ def without_device() -> dict[str, str]:
     }
 
 
-def run(line: list[str], log: Path, variables: dict[str, str], timeout: float = 900) -> str:
-    """Run a program to its end and return what it printed; raise Failed with the last lines for an exit code."""
-    with open(log, "w") as out:
+def run(part: str, line: list[str], log: Path, variables: dict[str, str], timeout: float = 900) -> str:
+    """Run a program of a part to its end and return its output; raise Failed with the last lines for an exit code."""
+    with CORES, open(log, "w") as out:
+        started = time.monotonic()
         try:
             done = subprocess.run(line, stdout=out, stderr=out, env=variables, cwd=ROOT, timeout=timeout)
         except subprocess.TimeoutExpired:
             raise Failed(f"{log.stem} did not end within {timeout:.0f} s (log: {log})") from None
+        finally:
+            SECONDS[part] += time.monotonic() - started
     text = log.read_text(errors="replace")
     if done.returncode != 0:
         last = "\n".join(text.splitlines()[-12:])
@@ -128,26 +139,49 @@ def check_stubs(given: argparse.Namespace) -> str:
 def check_device(given: argparse.Namespace) -> str:
     """Try cards, counters, memory errors and the order of streams, with torch's own CUDA code."""
     cards = ("75:16", "80:80", "89:24", "90:141", "100:178", "120:32")  # compute capability and GiB
-    text = run([sys.executable, str(HERE / "device.py"), *cards], WORK / "device.log", environment())
-    return text.splitlines()[-1]
+    cards = ["".join(own_card())] if given.gpu else given.only or cards
+    line = [sys.executable, str(HERE / "device.py"), *cards]
+    return run("device", line, WORK / "device.log", environment()).splitlines()[-1]
 
 
 def check_collectives(given: argparse.Namespace) -> str:
     """Compare each collective of two ranks, by torch.distributed over the fake NCCL, with what it should give."""
-    text = run([sys.executable, str(HERE / "collectives.py"), "2"], WORK / "collectives.log", environment())
-    return text.splitlines()[-1]
+    line = [sys.executable, str(HERE / "collectives.py"), "2"]
+    return run("collectives", line, WORK / "collectives.log", environment()).splitlines()[-1]
 
 
 def check_backends(given: argparse.Namespace) -> str:
     """Compare the choices of trainer and engine on seven cards with the golden table."""
     file = WORK / "backends.json"
-    line = [sys.executable, str(HERE / "backends.py"), str(file), *given.only]
-    run(line, WORK / "backends.log", environment())
+    cards = given.only
+    if given.gpu:
+        cards = [".".join(own_card())]
+        if cards[0] not in backends_cards():
+            return f"no row for compute capability {cards[0]}"
+    run(
+        "backends", [sys.executable, str(HERE / "backends.py"), str(file), *cards], WORK / "backends.log", environment()
+    )
     found = json.loads(file.read_text())
     for card, row in found.items():
         if card.endswith(" with nvcc") and row != found[card.replace(" with ", " without ")]:
             raise Failed(f"the engine on {card} depends on nvcc: {row}")
+    if given.gpu:
+        return compare_card(found)
     return f"{len(found)} rows, {compare_golden('backends', found, given)}"
+
+
+def compare_card(found: dict[str, dict]) -> str:
+    """Compare the rows of a real card with the golden table, but for what follows from the size of its memory."""
+    golden = json.loads((GOLDEN / "backends.json").read_text())
+    wrong = []
+    for name, row in found.items():
+        if not (row.get("rejected") or golden[name].get("rejected")) and row | {"share": 0} != golden[name] | {
+            "share": 0
+        }:
+            wrong.append(f"{name}: {row} instead of {golden[name]}")
+    if wrong:
+        raise Failed("\n".join(wrong))
+    return f"{len(found)} rows as in {GOLDEN.relative_to(ROOT)}/backends.json"
 
 
 # Flags of whole runs next to the CPU's: fp32, so that both are one computation but for the order of sums.
@@ -167,7 +201,8 @@ RUNS = {
     "grpo-offload": ("grpo", ["--offload", "optimizer"]),
     # Gradients of the entropy alone: those of a random model's policy overflow at the scaler's first factors.
     "grpo-float16": ("grpo", ["--dtype", "float16", "--entropy_coef", "0.01", "--verifier", f"{VERIFIERS}:zero"]),
-    "ppo": ("ppo", ["--num_mini_batches", "2", "--beta", "0.1"]),
+    # At 1e-3 the second step would magnify a different order of sums to 1.1e-5 of the gradient norm.
+    "ppo": ("ppo", ["--num_mini_batches", "2", "--beta", "0.1", "--learning_rate", "1e-4"]),
     # The fake NCCL next to gloo. Under ZeRO 3 every layer of a forward pass is gathered.
     "grpo-two-ranks": ("grpo", ["--num_mini_batches", "2", "--beta", "0.1"]),
     "grpo-two-ranks-zero3": ("grpo", ["--zero_stage", "3"]),
@@ -200,13 +235,14 @@ def run_pair(name: str, tiny: Path, with_cpu: bool) -> tuple[dict, dict, dict]:
     loose = name in EXPECTED_LOOSE
     library = "fake_cuda.fixed_samples" if loose else "fake_cuda.operators"
     line = command(tiny, folder / "gpu", *SHARED, *more, "--external_lib", library, script=script, ranks=ranks)
-    run(line, folder / "gpu.log", variables)
+    part = "runs" if with_cpu else "waits"
+    run(part, line, folder / "gpu.log", variables)
     if not with_cpu:
         return {}, {}, json.loads(record.read_text())
     line = command(tiny, folder / "cpu", *SHARED, *more, script=script, ranks=ranks)
     if loose:
         line += ["--external_lib", library, "--dtype", "float32"]
-    run(line, folder / "cpu.log", without_device() | {"CUDA_VISIBLE_DEVICES": ""})
+    run(part, line, folder / "cpu.log", without_device() | {"CUDA_VISIBLE_DEVICES": ""})
     found = [read_jsonl(folder / device / "run" / "metrics.jsonl")[-1] for device in ("gpu", "cpu")]
     return *found, json.loads(record.read_text())
 
@@ -228,17 +264,17 @@ def compare_metrics(name: str, gpu: dict, cpu: dict) -> list[str]:
 
 
 def whole_runs(given: argparse.Namespace) -> dict[str, tuple[dict, dict, dict]]:
-    """Return the pairs of RUNS, two at a time, once per call of this program; raise Failed if some failed.
+    """Return the pairs of RUNS, made once per call of this program; raise Failed if some failed.
 
     Without the part ``runs``, which compares them, there are no runs on the CPU.
     """
-    if not whole_runs.made:
-        tiny = tiny_model()
-        names = [name for name in RUNS if not given.only or name in given.only]
-        with ThreadPoolExecutor(2) as pool:
-            with_cpu = "runs" in (given.parts or PARTS)
-            pairs = {name: pool.submit(run_pair, name, tiny, with_cpu) for name in names}
-        whole_runs.made = {name: pair.exception() or pair.result() for name, pair in pairs.items()}
+    with whole_runs.lock:
+        if not whole_runs.made:
+            names = [name for name in RUNS if not given.only or name in given.only]
+            with ThreadPoolExecutor(len(RUNS)) as pool:
+                with_cpu = "runs" in (given.parts or PARTS)
+                pairs = {name: pool.submit(run_pair, name, given.tiny, with_cpu) for name in names}
+            whole_runs.made = {name: pair.exception() or pair.result() for name, pair in pairs.items()}
     failures = [pair for pair in whole_runs.made.values() if isinstance(pair, Exception)]
     if failures:
         raise Failed("\n".join(map(str, failures)))
@@ -246,6 +282,7 @@ def whole_runs(given: argparse.Namespace) -> dict[str, tuple[dict, dict, dict]]:
 
 
 whole_runs.made = {}
+whole_runs.lock = threading.Lock()
 
 
 def check_runs(given: argparse.Namespace) -> str:
@@ -283,19 +320,31 @@ def check_waits(given: argparse.Namespace) -> str:
 
 def check_memory(given: argparse.Namespace) -> str:
     """Compare the peak of PyTorch's CUDA allocator with the bound of a run, for models of full size."""
-    text = run([sys.executable, str(HERE / "memory.py"), *given.only], WORK / "memory.log", environment())
+    text = run("memory", [sys.executable, str(HERE / "memory.py"), *given.only], WORK / "memory.log", environment())
     print(text, flush=True)
     return text.splitlines()[-1]
 
 
 def check_kernels(given: argparse.Namespace) -> str:
-    """Compile the Triton kernels of the trainer for four cards, with the ptxas of the wheels."""
-    cards = given.only or ["80", "89", "90", "120"]
-    text = run([sys.executable, str(HERE / "kernels.py"), *cards], WORK / "kernels.log", environment())
-    counts = [line for line in text.splitlines() if " kernels compiled in " in line]
-    return "; ".join(sorted(counts, key=lambda line: int(line.split(":")[0])))
+    """Compile the Triton kernels of trainer and engine for four cards, with the ptxas of the wheels."""
+    names = [name for name in KERNELS if name in given.only] or KERNELS
+    cards = [card for card in given.only if card.isdigit()] or ["80", "89", "90", "120"]
+    if given.gpu:
+        cards = ["".join(own_card())]
+
+    def compile_for_cards(name: str) -> dict[str, list[str]]:
+        file = WORK / f"kernels-{name}.json"
+        line = [sys.executable, str(HERE / "compile_kernels.py"), str(file), name, *cards]
+        run("kernels", line, WORK / f"kernels-{name}.log", environment())
+        return json.loads(file.read_text())
+
+    with ThreadPoolExecutor(len(KERNELS)) as pool:
+        found = {key: row for rows in pool.map(compile_for_cards, names) for key, row in rows.items()}
+    words = f"{sum(map(len, found.values()))} kernels for {len(cards)} cards"
+    return words if given.gpu else f"{words}, {compare_golden('kernels', found, given)}"
 
 
+KERNELS = ["engine-bf16", "trainer-bf16", "engine-fp32"]  # the first one takes longest
 # Whole runs with vLLM's engine, whose own kernels compute nothing: any difference of log-probs is allowed.
 ENGINES = {
     "beside": ["--async_steps", "1"],  # a thread with a stream of its own
@@ -313,7 +362,7 @@ def run_with_engine(name: str, tiny: Path) -> tuple[list[dict], dict]:
     record, events = folder / "log.json", folder / "events.jsonl"
     more = ["--rollout", "vllm", "--max_logprob_diff", "1e9", "--external_lib", "fake_cuda.engine_log", *ENGINES[name]]
     variables = environment(order="1", log=str(record), events=str(events))
-    run(command(tiny, folder / "gpu", *SHARED, *more), folder / "gpu.log", variables)
+    run("engine", command(tiny, folder / "gpu", *SHARED, *more), folder / "gpu.log", variables)
     return read_jsonl(events), json.loads(record.read_text())
 
 
@@ -344,10 +393,9 @@ def engine_problems(events: list[dict]) -> list[str]:
 
 def check_engine(given: argparse.Namespace) -> str:
     """Build vLLM's engine and push, let it sleep, wake it up and push again, in three places of the engine."""
-    tiny = tiny_model()
     names = [name for name in ENGINES if not given.only or name in given.only]
-    with ThreadPoolExecutor(2) as pool:
-        started = {name: pool.submit(run_with_engine, name, tiny) for name in names}
+    with ThreadPoolExecutor(len(ENGINES)) as pool:
+        started = {name: pool.submit(run_with_engine, name, given.tiny) for name in names}
     failures = [str(one.exception()) for one in started.values() if one.exception()]
     if failures:
         raise Failed("\n".join(failures))
@@ -380,29 +428,66 @@ PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "kernels": check_kernels,
     "engine": check_engine,
 }
+ON_A_GPU = ("device", "backends", "kernels", "memory")
+LONGEST_FIRST = ("kernels", "backends", "engine", "memory")  # the others follow
+
+
+def own_card() -> list[str]:
+    """Return the two parts of the compute capability of this machine's GPU."""
+    code = "import torch; print(*torch.cuda.get_device_capability())"
+    return run("device", [sys.executable, "-c", code], WORK / "card.log", environment()).split()
+
+
+def backends_cards() -> set[str]:
+    """Return the compute capabilities that golden/backends.json has."""
+    return {name.split()[1] for name in json.loads((GOLDEN / "backends.json").read_text())}
+
+
+def carry_out(name: str, given: argparse.Namespace) -> tuple[bool, str]:
+    """Run a part; return (True if it failed, words)."""
+    started = time.monotonic()
+    try:
+        words, failed = PARTS[name](given), False
+    except Failed as error:
+        words, failed = str(error), True
+    if name == "stubs":  # its compilers are no processes of ``run``
+        SECONDS[name] = time.monotonic() - started
+    print(f"{name:11} {SECONDS[name]:6.0f} s  {'FAILED' if failed else 'passed'}  {words}", flush=True)
+    return failed, words
 
 
 def main() -> int:
     """Run the parts that the command line names, and print how each ended."""
+    global WORK
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("--only", nargs="+", default=[], help="runs (grpo ppo ...) or cards (9.0 10.0 ...)")
     parser.add_argument("--write-golden", action="store_true", help="write golden/*.json and imports.txt anew")
+    parser.add_argument("--gpu", action="store_true", help=f"use this machine's GPU; parts: {', '.join(ON_A_GPU)}")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for log files; default: .cuda/check")
     given = parser.parse_args()
+    WORK = given.work.resolve()
     WORK.mkdir(parents=True, exist_ok=True)
-    ends = []
-    for name in given.parts or PARTS:
-        started = time.monotonic()
-        try:
-            words, failed = PARTS[name](given), False
-        except Failed as error:
-            words, failed = str(error), True
-        ends.append((name, time.monotonic() - started, failed, words))
-        print(f"{name:11} {ends[-1][1]:6.0f} s  {'FAILED' if failed else 'passed'}  {words}", flush=True)
-    print(f"\n{sum(seconds for _, seconds, _, _ in ends):.0f} s in all; log files: {WORK.relative_to(ROOT)}")
-    for name, _, failed, words in ends:
+    names = given.parts or list(ON_A_GPU if given.gpu else PARTS)
+    if given.gpu:
+        os.environ["REAL_GPU"] = "1"
+        if not set(names) <= set(ON_A_GPU):
+            parser.error(f"--gpu: only {', '.join(ON_A_GPU)}")
+    given.tiny = tiny_model() if {"runs", "waits", "engine"} & set(names) else None
+    started = time.monotonic()
+    ends = {"stubs": carry_out("stubs", given)} if "stubs" in names else {}
+    rest = [name for name in dict.fromkeys([*LONGEST_FIRST, *PARTS]) if name in names and name != "stubs"]
+    with ThreadPoolExecutor(len(PARTS)) as pool:
+        futures = {}
+        for name in rest:
+            futures[name] = pool.submit(carry_out, name, given)
+            time.sleep(0.1)  # its first processes are the next ones to start
+    ends |= {name: future.result() for name, future in futures.items()}
+    print(f"\n{time.monotonic() - started:.0f} s in all; log files: {WORK}")
+    for name in names:
+        failed, words = ends[name]
         print(f"{name:11} {'FAILED: ' + words.splitlines()[0] if failed else 'passed'}")
-    return int(any(failed for _, _, failed, _ in ends))
+    return int(any(failed for failed, _ in ends.values()))
 
 
 if __name__ == "__main__":
