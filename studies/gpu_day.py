@@ -1,4 +1,4 @@
-"""The first minutes on a GPU: tests, a learning curve, phases next to their floors, TRL's step next to ours.
+"""The first minutes on a GPU: what the fake GPU has shown, tests, a learning curve, phases, TRL's step next to ours.
 
     make gpu-day                                   ten minutes, everything in gpu-day/
     make gpu-day ARGS="--trl FOLDER --minutes 30"  also a step of TRL's, from a folder that pip install --target made
@@ -54,8 +54,17 @@ def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
     bench = [python, "studies/benchmark.py", "--json", str(out / "phases.json"), "--repeats", "3"]
     compare = [python, "studies/compare_trl.py", "--trl", str(trl), "--parts", "equal"]
     compare += ["--json", str(out / "compare.json")]
+
+    def check(*names: str) -> list[str]:
+        """Return the command of parts of `make cuda-check` on this machine's GPU instead of the fake one."""
+        program = str(ROOT / "tests" / "fake_cuda" / "check.py")
+        return [python, program, *names, "--gpu", "--work", str(out / f"check-{names[0]}")]
+
     return [
         Part("machine", ["nvidia-smi"], 20, only),
+        Part("check-card", check("device", "backends"), 120, only),
+        Part("check-kernels", check("kernels"), 180, only),
+        Part("check-memory", check("memory"), 120, only),
         Part("tests-cpu", [*tests, "-m", "not gpu and not slow", "tests/runs/test_gpu.py"], 900, halves),
         Part("tests-first", [*tests, "-m", "gpu", "-k", "layouts or accepted or fast_as or borrowed", "-x"], 120, only),
         Part("curve", [*run, "--run_name", "quickstart"], 240, (*only, *model)),

@@ -33,7 +33,7 @@ def outcome(tmp_path, monkeypatch, gpu: str, code: str, *words: str) -> tuple[in
 def test_without_a_gpu_its_parts_are_skipped_for_that_reason(tmp_path, monkeypatch):
     code, found = outcome(tmp_path, monkeypatch, "torch 2 finds no GPU", "print('here')")
     assert code == 0 and found.pop("tests-cpu") == "passed"
-    assert set(found.values()) == {"skipped: torch 2 finds no GPU"} and len(found) == 7
+    assert set(found.values()) == {"skipped: torch 2 finds no GPU"} and len(found) == 10
     assert (tmp_path / "tests-cpu.log").read_text() == "here\n"
 
 
@@ -41,7 +41,7 @@ def test_without_a_gpu_its_parts_are_skipped_for_that_reason(tmp_path, monkeypat
 def test_a_part_that_fails_or_hangs_costs_no_other(tmp_path, monkeypatch, program, said):
     monkeypatch.setattr(gpu_day, "MODEL", tmp_path)
     plain = gpu_day.parts
-    monkeypatch.setattr(gpu_day, "parts", lambda *rest: list(plain(*rest))[2:4])
+    monkeypatch.setattr(gpu_day, "parts", lambda *rest: list(plain(*rest))[5:7])
     code, found = outcome(tmp_path, monkeypatch, "", program)
     assert code == 1 and len(found) == 2 and all(said in result for result in found.values())
 
@@ -50,6 +50,22 @@ def test_parts_that_have_no_time_left_are_not_begun(tmp_path, monkeypatch):
     code, found = outcome(tmp_path, monkeypatch, "", "pass", "--minutes", "0.1")
     assert code == 0 and found["curve"].startswith(("skipped: no time is left", "skipped: SmolLM2"))
     assert found["tests-cpu"] == "skipped: the tests of the GPU run instead"
+
+
+def test_it_begins_with_the_parts_of_cuda_check_that_a_real_card_has(tmp_path):
+    """Each is called by its name, on the GPU of the machine, with a folder of its own for what it writes."""
+    first = [part for part in gpu_day.parts(tmp_path, None, "") if part.name != "machine"][:3]
+    sys.path.insert(0, str(ROOT / "tests" / "fake_cuda"))
+    import check
+
+    named = []
+    for part in first:
+        _, program, *names, gpu, work, folder = part.command
+        assert program == check.__file__ and (gpu, work) == ("--gpu", "--work")
+        assert folder.startswith(f"{tmp_path}/") and part.needs[0]() == ""
+        named += names
+    assert sorted(named) == sorted(check.ON_A_GPU)
+    assert gpu_day.parts(tmp_path, None, "no GPU")[1].needs[0]() == "no GPU"
 
 
 @pytest.mark.integration
