@@ -7,7 +7,7 @@
     python tests/fake_cuda/check.py --gpu                       device, backends, kernels, memory on this machine's GPU
 
 It needs the wheels of locks/cuda.txt (tests/fake_cuda/setup.sh installs them into .cuda), and without --gpu no GPU. All
-parts run at the same time, with two processes at a time; seconds of a part are those of its processes together.
+parts run at the same time, with two processes at a time (--gpu: one); seconds of a part are those of its processes.
 """
 
 from __future__ import annotations
@@ -458,7 +458,7 @@ def carry_out(name: str, given: argparse.Namespace) -> tuple[bool, str]:
 
 def main() -> int:
     """Run the parts that the command line names, and print how each ended."""
-    global WORK
+    global WORK, CORES
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("--only", nargs="+", default=[], help="runs (grpo ppo ...) or cards (9.0 10.0 ...)")
@@ -471,6 +471,7 @@ def main() -> int:
     names = given.parts or list(ON_A_GPU if given.gpu else PARTS)
     if given.gpu:
         os.environ["REAL_GPU"] = "1"
+        CORES = threading.Semaphore(1)  # each of its processes needs the memory of the card
         if not set(names) <= set(ON_A_GPU):
             parser.error(f"--gpu: only {', '.join(ON_A_GPU)}")
     given.tiny = tiny_model() if {"runs", "waits", "engine"} & set(names) else None
