@@ -42,6 +42,17 @@ def no_gpu() -> str:
     return "" if found == "True" else f"torch {version} finds no GPU"
 
 
+def check(out: Path, *names: str) -> list[str]:
+    """Return the command of parts of `make cuda-check` on this machine's GPU instead of the fake one."""
+    program = ROOT / "tests" / "fake_cuda" / "check.py"
+    folder = out / f"check-{names[0]}"
+    line = [sys.executable, str(program)]
+    line += names
+    line += ["--gpu"]
+    line += ["--work", str(folder)]
+    return line
+
+
 def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
     """List the parts to run, the most informative first. ``gpu``: the reason why there is no GPU, or ""."""
     python = sys.executable
@@ -54,17 +65,11 @@ def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
     bench = [python, "studies/benchmark.py", "--json", str(out / "phases.json"), "--repeats", "3"]
     compare = [python, "studies/compare_trl.py", "--trl", str(trl), "--parts", "equal"]
     compare += ["--json", str(out / "compare.json")]
-
-    def check(*names: str) -> list[str]:
-        """Return the command of parts of `make cuda-check` on this machine's GPU instead of the fake one."""
-        program = str(ROOT / "tests" / "fake_cuda" / "check.py")
-        return [python, program, *names, "--gpu", "--work", str(out / f"check-{names[0]}")]
-
     return [
         Part("machine", ["nvidia-smi"], 20, only),
-        Part("check-card", check("device", "backends"), 120, only),
-        Part("check-kernels", check("kernels"), 180, only),
-        Part("check-memory", check("memory"), 120, only),
+        Part("check-card", check(out, "device", "backends"), 120, only),
+        Part("check-kernels", check(out, "kernels"), 180, only),
+        Part("check-memory", check(out, "memory"), 120, only),
         Part("tests-cpu", [*tests, "-m", "not gpu and not slow", "tests/runs/test_gpu.py"], 900, halves),
         Part("tests-first", [*tests, "-m", "gpu", "-k", "layouts or accepted or fast_as or borrowed", "-x"], 120, only),
         Part("curve", [*run, "--run_name", "quickstart"], 240, (*only, *model)),

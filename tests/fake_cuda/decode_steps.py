@@ -33,7 +33,7 @@ import grpo
 from runtime.training import pretrained
 
 COUNTED = ("launches", "products", "graph_launches", "h2d", "d2h", "stream_syncs", "device_syncs", "event_syncs")
-STEPS = 4  # the first one prefills; the others are alike from the third one on
+STEPS = 4  # the first one prefills; the others are equal from the third one on
 
 
 def build(dtype: str, layers: int, engine_args: dict):
