@@ -213,7 +213,6 @@ def run(
     if is_enough() or not waiting:
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles one small function: half a second of every run
     scripts = {arm.path: run_many.load_script(arm.path) for arm in arms}
     lanes = lanes or run_many.Lanes()
     signal.signal(signal.SIGTERM, lanes.stop)

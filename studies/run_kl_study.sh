@@ -13,7 +13,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
 lanes=${LANES:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export TORCHDYNAMO_DISABLE=${TORCHDYNAMO_DISABLE:-1} # vLLM compiles one small function: half a second of every run
 loss="loss/k1/naive loss/k2/naive loss/k3/naive loss/k3/unbiased loss/k4/naive"
 sums="reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1" # results may be negative
 flags=(--num_unique_prompts_rollout 4 --save_minutes 0 --dataset "$sums" --max_prompt_length 64)
