@@ -89,6 +89,8 @@ def setup_run(args, ready: tuple) -> Run:
     device, dtype, attention = pretrained.resolve_device(args)
     tokenizer = rendering.load_tokenizer(args)
     problems, eval_problems = rendering.render_problems(problems, eval_problems, tokenizer, args)
+    if args.environment is None:
+        args.longest_prompt = max(len(problem.prompt_ids) for problem in [*problems, *eval_problems])
     saving.adopt_template(tokenizer, args, problems)
     facts = identity.facts(args, directory.data_digest(problems, eval_problems))
     chosen = choices.choose(args, device, dtype, attention, facts)

@@ -66,6 +66,7 @@ class RunFlags:
     flags_set: ClassVar[frozenset[str] | None] = None
     # dtype, sizes and layout that the resumed run has chosen by measurement; ``preflight`` sets them.
     recorded_choices: ClassVar[dict[str, Any]] = {}
+    longest_prompt: ClassVar[int | None] = None  # tokens; None until prompts are rendered, and where they can grow
 
     # ---- run
     seed: int = 1
@@ -239,8 +240,7 @@ class RunFlags:
 
     # ---- memory and parallelism
     micro_batch_tokens: int | None = None
-    """Maximum tokens, padding included, of one forward or backward pass on a device. Default: on GPUs what fits into
-    memory, at most 16384; on CPUs 1024, or 3072 with AMX."""
+    """Maximum tokens, padding included, of a pass on a device. Default: 512 on CPUs; on GPUs what fits, up to 16384."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
     """Rows of a micro-batch. shared: samples of a group share a row, which computes common prefixes once. padded: each
     sample has its own row. packed: one row without padding. auto: shared if possible, otherwise padded or packed."""

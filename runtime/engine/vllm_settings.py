@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 from typing import Any
 
 import torch
 
 from runtime.engine import cpu_kernels
-from runtime.training import cpu_rates, device_sizes
-from runtime.training.memory import Setting, default_sizes, read_model
+from runtime.training import cpu_rates, device_sizes, memory
 from runtime.training.model_files import read_configs
-
-# Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
-STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache"}
-STATES |= {"state_size", "linear_conv_kernel_dim"}
 
 
 def take_gpu(args) -> None:
@@ -31,12 +25,11 @@ def take_gpu(args) -> None:
         torch.cuda.set_stream(torch.cuda.Stream(priority=-1))
 
 
-def memory_setting(args, dtype: torch.dtype, world_size: int) -> Setting:
+def memory_setting(args, dtype: torch.dtype, world_size: int) -> memory.Setting:
     """Return the setting that a rank's memory depends on, for the smallest GPU of the node: all ranks get one size."""
     cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     critic = not getattr(args, "disable_value", True)
-    fast = not cards and cpu_rates.is_fast(product_rates(args), dtype)
-    return Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic, fast)
+    return memory.Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic)
 
 
 def product_rates(args) -> dict[str, float]:
@@ -46,16 +39,11 @@ def product_rates(args) -> dict[str, float]:
     return args.recorded_choices.get("product_rates") or cpu_rates.known_rates()
 
 
-def trains(args) -> bool:
-    """Return False for the arguments of scripts/evaluate.py without a run, whose engine has the GPU to itself."""
-    return hasattr(args, "num_samples_per_prompt_rollout")
-
-
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     """Return the fraction of a GPU's memory for an engine. Next to a trainer it leaves enough for the trainer."""
-    if args.vllm_engines > 0 or not trains(args):
-        return default_sizes(args, True).vllm_gpu_memory_utilization
-    model = read_model(args.model)
+    if args.vllm_engines > 0 or not hasattr(args, "num_samples_per_prompt_rollout"):  # scripts/evaluate.py
+        return memory.default_sizes(args, True).vllm_gpu_memory_utilization
+    model = memory.read_model(args.model)
     sizes, _ = device_sizes.sizes_for(args, model, memory_setting(args, dtype, world_size))
     return sizes.vllm_gpu_memory_utilization
 
@@ -65,18 +53,11 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
 
     It is the number of sequences that may decode at once. Without a graph every kernel is started from Python.
     """
-    most = max_num_seqs
-    if trains(args):
-        engines = args.vllm_engines or world_size // args.vllm_tensor_parallel_size
-        group = args.generation_size or args.num_samples_per_prompt_rollout
-        batches = 1 + args.async_steps
-        trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * batches
-        evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
-        most = min(most, max(trained, evaluated))
+    most = memory.most_sequences(args, max_num_seqs, world_size)
     own = {"compilation_config", "cudagraph_capture_sizes"}
     if most <= 512 or not own.isdisjoint(args.engine_args):
         return {}
-    steps = math.ceil(most / 16)  # of vLLM's sizes
+    steps = -(-most // 16)  # of vLLM's sizes
     return {"max_cudagraph_capture_size": 16 * steps}
 
 
@@ -123,15 +104,21 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
         usual |= attention_backend(args, dtype)
     else:
-        usual = {"kv_cache_memory_bytes": 2**29, "kernel_config": cpu_kernels.kernel_config()}
+        cpu_kernels.save_time_and_memory()
+        model = memory.read_model(args.model)
+        cache = memory.cpu_cache(args, model, dtype.itemsize, world_size)
+        usual = {"kv_cache_memory_bytes": int(cache)}
+        usual["kernel_config"] = cpu_kernels.kernel_config()
         usual["enforce_eager"] = True  # compiling takes longer than a short run
-        usual["block_size"] = 32  # the default of 128 would share no prompt shorter than that
+        usual["block_size"] = memory.CPU_BLOCK  # the default of 128 would share no prompt shorter than that
         config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
         register_classes(config.get("architectures") or [])
-        if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
+        if not memory.STATES.isdisjoint({*config, *config.get("text_config", {})}):
             usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
-    sizes = default_sizes(args, cuda)
-    longest = 0 if cuda else args.max_prompt_length + args.max_response_length
+    sizes = memory.default_sizes(args, cuda)
+    longest = 0
+    if not cuda:
+        longest = args.max_prompt_length + args.max_response_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
     numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
     if cuda:

@@ -20,9 +20,6 @@ import torch
 ROWS, INNER, COLUMNS = 512, 576, 1536  # of the products that are timed: a layer of the quickstart's model
 ROUNDS = 5
 MARGIN = 1.4  # bf16 has to multiply so much faster: no machine that was measured is near it
-# GFLOP/s of a core; without AMX 75 to 230 were measured, with it 1200. At 90 an update of the quickstart in fp32 took
-# 22.0 s in micro-batches of 3072 tokens (5.8 GiB), 19.1 in those of 1024 (4.8). With AMX more gradients cost more.
-FAST = 500.0
 
 
 def product_rates(rounds: int = ROUNDS) -> dict[str, float]:
@@ -72,8 +69,3 @@ def known_rates() -> dict[str, float]:
             return known[key]
     except (OSError, RuntimeError):  # a full disk, a home that cannot be written, or none
         return product_rates()
-
-
-def is_fast(rates: dict[str, float], dtype: torch.dtype) -> bool:
-    """Return True if a CPU with these rates is fast enough for large micro-batches to pay off."""
-    return rates.get(str(dtype).removeprefix("torch."), 0.0) >= FAST

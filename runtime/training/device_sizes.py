@@ -80,7 +80,7 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
     The flags that name them win, and then nothing is rejected.
     """
     if setting.card == 0:
-        return default_sizes(args, False, setting.fast), "for a CPU with fast products" if setting.fast else "for a CPU"
+        return default_sizes(args, False), "for a CPU"
     wanted = next(candidates(args, setting))
     if model is None:
         return wanted, "the model's config lacks the expected fields: its memory is unknown"

@@ -22,8 +22,11 @@ USABLE = 0.95  # of a GPU; the rest is for fragments
 CUDA = 2 * GIB  # its context, libraries' workspaces, CUDA graphs; not measured
 ENGINE_WORK = 1.5 * GIB  # what an engine on a GPU computes with, beside weights and KV cache; not measured
 CONTEXT = 0.75 * GIB  # CUDA's, of a second process on a GPU; not measured
+CPU_BLOCK = 32  # tokens of a block of an engine's KV cache on a CPU
 PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, what building an engine leaves, by --rollout
 GAPS = 0.25  # of all else, on a CPU: freed memory that no later tensor fits into; from whole runs of the quickstart
+# Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
+STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
 FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -39,6 +42,7 @@ class Model:
     kv_heads: int
     head_size: int
     vocabulary: int
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,6 @@ class Setting:
     bf16: bool  # or fp16
     card: float = 0
     critic: bool = False
-    fast: bool = False  # a CPU with fast products
 
     @property
     def number(self) -> int:
@@ -68,22 +71,21 @@ class Sizes:
     vllm_max_num_batched_tokens: int
 
 
-def default_sizes(args: Any, cuda: bool, fast: bool = False) -> Sizes:
+def default_sizes(args: Any, cuda: bool) -> Sizes:
     """Return the sizes of these flags on a CPU, or on a GPU with enough memory; device_sizes.py fits them to a GPU.
 
     A micro-batch holds at least the longest sample that is possible.
 
-    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with a
-    thousand, but every micro-batch also adds a gradient as large as the model, which counts where products are
-    ``fast`` (runtime/training/cpu_rates.py). The engine's are vLLM's own for GPUs of 80 GB.
+    A GPU needs about 16,000 tokens to be busy for longer than it takes to start its kernels. A CPU core is busy with
+    512, and the less of them are in memory at a time, the smaller a process stays. The engine's sizes for a GPU are
+    vLLM's own for 80 GB; on a CPU twice as many sequences take twice as long, and twice the KV cache.
     """
     longest = args.max_prompt_length + args.max_response_length
-    usual = 16384 if cuda else 3072 if fast else 1024
     default = Sizes(
-        micro_batch_tokens=max(longest, usual),
-        logprob_chunk=4096 if cuda else 2048,
+        micro_batch_tokens=max(longest, 16384 if cuda else 512),
+        logprob_chunk=4096 if cuda else 512,
         vllm_gpu_memory_utilization=0.9 if args.vllm_engines > 0 else 0.4,
-        vllm_max_num_seqs=1024 if cuda else 128,
+        vllm_max_num_seqs=1024 if cuda else 64,
         vllm_max_num_batched_tokens=16384 if cuda else 8192,
     )
     own = args.engine_args
@@ -118,7 +120,8 @@ def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> 
     layer = attention + 3 * hidden * experts * expert + 2 * hidden
     parameters = parameters or layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
     used = min(experts, config.get("num_experts_per_tok") or experts) * expert  # by a token
-    return Model(parameters, layers, hidden, used, heads, kv_heads, size, vocabulary)
+    recurrent = not STATES.isdisjoint(config)
+    return Model(parameters, layers, hidden, used, heads, kv_heads, size, vocabulary, recurrent)
 
 
 def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
@@ -222,11 +225,40 @@ def logit_block(on_gpu: bool) -> int:
     return 2 ** (24 if on_gpu else 19)
 
 
+def most_sequences(args, max_num_seqs: int, ranks: int) -> int:
+    """Return the largest number of sequences that an engine may decode at once, in training or in an evaluation."""
+    if not hasattr(args, "num_samples_per_prompt_rollout"):  # scripts/evaluate.py without a run
+        return max_num_seqs
+    engines = args.vllm_engines or ranks // args.vllm_tensor_parallel_size
+    group = args.generation_size or args.num_samples_per_prompt_rollout
+    batches = 1 + args.async_steps
+    trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * batches
+    evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
+    return min(max_num_seqs, max(trained, evaluated))
+
+
+def cpu_cache(args, model: Model | None, number: int, ranks: int) -> float:
+    """Return the bytes of the KV cache on a CPU: the longest sequences and a quarter more, at most 0.5 GiB.
+
+    ``number``: bytes of a number. The quarter is for models whose layers differ, of which vLLM rounds up the groups.
+    """
+    if model is None or model.recurrent:
+        return 0.5 * GIB
+    prompt = getattr(args, "longest_prompt", None) or args.max_prompt_length
+    tokens = math.ceil((prompt + args.max_response_length) / CPU_BLOCK) * CPU_BLOCK
+    sequences = most_sequences(args, default_sizes(args, False).vllm_max_num_seqs, ranks)
+    keys_and_values = 2 * model.layers * model.kv_heads * model.head_size * number  # of a token
+    needed = 1.25 * sequences * tokens * keys_and_values
+    return min(0.5 * GIB, needed)
+
+
 def engine(args, model: Model, setting: Setting, share: float) -> dict[str, float]:
     """Return the bytes of the engine next to a trainer. Its KV cache fills ``share`` of a GPU or has the given size."""
     weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
     weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
-    cache = max(0, share * setting.card - weights) if setting.card > 0 else 0.5 * GIB
+    cache = cpu_cache(args, model, setting.number, setting.ranks)
+    if setting.card > 0:
+        cache = max(0, share * setting.card - weights)
     cache = args.engine_args.get("kv_cache_memory_bytes", cache) * (args.rollout == "vllm")
     beside = args.vllm_engines == 0
     return {"engine": weights * beside, "KV cache": cache * beside}
@@ -244,7 +276,7 @@ class Prediction:
 def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> Prediction:
     """Return an upper bound for a rank, the process and the engine included. ``size`` overrides the flags' sizes."""
     on_gpu = setting.card > 0
-    size = size or default_sizes(args, on_gpu, setting.fast)
+    size = size or default_sizes(args, on_gpu)
     states = trainer_states(args, model, setting)
     work = passes(args, model, setting, size)
     sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)

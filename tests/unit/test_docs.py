@@ -73,9 +73,9 @@ def test_config_and_files(folder):
     assert set(config["resolved"].pop("product_rates")) == {"float32", "bfloat16"}
     resolved = {"dtype": "float32", "batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
     resolved |= {
-        "logprob_chunk": 2048,
+        "logprob_chunk": 512,
         "vllm_gpu_memory_utilization": 0.4,
-        "vllm_max_num_seqs": 128,
+        "vllm_max_num_seqs": 64,
         "vllm_max_num_batched_tokens": 8192,
     }
     assert config["resolved"] == resolved

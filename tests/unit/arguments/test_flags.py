@@ -1088,7 +1088,7 @@ def test_dry_run(tiny, tmp_path, capsys):
         "rows       shared (masks of at most ",
         " GFLOP/s of a core)",
         "sizes      micro_batch_tokens ",
-        ", logprob_chunk 2048, ",
+        ", logprob_chunk 512, ",
         "memory ",
     ):
         assert line in out
@@ -1113,12 +1113,11 @@ def test_algorithms_as_in_their_papers_leave_no_response_out():
 
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
-    assert list(vars(default_sizes(Args(), False)).values()) == [1024, 2048, 0.4, 128, 8192]
-    assert list(vars(default_sizes(Args(), False, fast=True)).values()) == [3072, 2048, 0.4, 128, 8192]
+    assert list(vars(default_sizes(Args(), False)).values()) == [512, 512, 0.4, 64, 8192]
     assert list(vars(default_sizes(Args(), True)).values()) == [16384, 4096, 0.4, 1024, 16384]
     own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10, "gpu_memory_utilization": 0.3}'
     given = Args(micro_batch_tokens=7, vllm_args=own)
-    for cuda, chunk in ((False, 2048), (True, 4096)):
+    for cuda, chunk in ((False, 512), (True, 4096)):
         assert list(vars(default_sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
     long = default_sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_chunk) == (22000, 4096)

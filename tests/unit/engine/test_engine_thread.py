@@ -34,7 +34,7 @@ from runtime.engine import engine_ranks, vllm_settings, weights
 from runtime.engine.client import Engine
 from runtime.environments.episodes import Episodes
 from runtime.system import watchdog
-from runtime.training import deepspeed_zero
+from runtime.training import deepspeed_zero, memory
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -395,7 +395,12 @@ def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, en
 # ------------------------------------------------------------------------------------------------ what vLLM is built by
 
 
-def built(script, monkeypatch, cuda: bool, capability=(9, 0), config=None, dtype=torch.bfloat16, **changes) -> dict:
+SMALL = memory.Model(10**6, layers=2, hidden=16, intermediate=16, heads=2, kv_heads=2, head_size=8, vocabulary=64)
+
+
+def built(
+    script, monkeypatch, cuda: bool, capability=(9, 0), config=None, dtype=torch.bfloat16, model=None, **changes
+) -> dict:
     """The arguments of vLLM's LLM, with torch made to report a GPU or none. ``config``: the model's config.json."""
     import vllm
 
@@ -407,12 +412,15 @@ def built(script, monkeypatch, cuda: bool, capability=(9, 0), config=None, dtype
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(vllm, "LLM", lambda **given: given, raising=False)
     monkeypatch.setattr(vllm_settings, "read_configs", lambda *_, **__: (config or {}, {}, set()))
+    monkeypatch.setattr(memory, "read_model", lambda name: model)
     return script.build_vllm(script.Args(**changes), dtype, 0, 1)
 
 
 @SCRIPTS
 def test_the_memory_of_an_engine(script, monkeypatch):
-    """A fraction of a GPU, or a size; half a GiB on CPUs, where a fraction of all memory would be too much."""
+    """A fraction of a GPU, or a size; on CPUs what the sequences need, half a GiB for models of unknown sizes."""
+    small = built(script, monkeypatch, False, model=SMALL)
+    assert small["kv_cache_memory_bytes"] == 1.25 * 64 * 288 * 2 * 2 * 2 * 8 * 2  # 64 sequences of 288 tokens in bf16
     cpu = built(script, monkeypatch, False)
     assert cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in cpu
     assert (
@@ -438,7 +446,7 @@ def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
         given = built(script, monkeypatch, cuda, vllm_sleep=asked)
         assert given["enable_sleep_mode"] == (cuda and asked != "off")
         assert given.get("enforce_eager", False) == (not cuda)
-        assert given["max_num_seqs"] == (1024 if cuda else 128)
+        assert given["max_num_seqs"] == (1024 if cuda else 64)
         assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
         assert given.get("block_size") == (None if cuda else 32)
 

@@ -16,7 +16,7 @@ from helpers import folder_of, interrupted, run_here, tiny_args
 
 import grpo
 from runtime.engine import vllm_settings
-from runtime.training import cpu_rates, device_sizes, pretrained
+from runtime.training import cpu_rates, pretrained
 
 
 @pytest.fixture
@@ -62,29 +62,6 @@ def test_the_rates_are_those_of_one_core(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sizes of a GPU follow from its memory")
-@pytest.mark.parametrize(
-    ("rates", "tokens"),
-    [
-        ({"float32": 80.0, "bfloat16": 200.0}, 1024),  # of a core: Zen 4
-        ({"float32": 115.0, "bfloat16": 75.0}, 1024),  # Xeon without AMX
-        ({"float32": 115.0, "bfloat16": 1210.0}, 3072),  # AMX
-    ],
-)
-def test_large_micro_batches_are_for_fast_products(monkeypatch, rates, tokens):
-    monkeypatch.setattr(cpu_rates, "known_rates", lambda: rates)
-    args = grpo.Args()
-    _, dtype, _ = pretrained.resolve_device(args)
-    setting = vllm_settings.memory_setting(args, dtype, 1)
-    assert device_sizes.sizes_for(args, None, setting)[0].micro_batch_tokens == tokens
-    args.dtype = "float32"  # AMX has no fp32
-    assert (
-        device_sizes.sizes_for(args, None, vllm_settings.memory_setting(args, torch.float32, 1))[0].micro_batch_tokens
-        == 1024
-    )
-    args.micro_batch_tokens = 500
-    assert device_sizes.sizes_for(args, None, setting)[0].micro_batch_tokens == 500
-
-
 @pytest.mark.integration
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bf16 in any case")
 def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
@@ -99,8 +76,8 @@ def test_a_resumed_run_keeps_its_choice(tiny, tmp_path, monkeypatch):
     for again in (named, args):
         run_here(again)
         config = json.loads((folder_of(again) / "config.json").read_text())
-        found = [config["resolved"][name] for name in ("dtype", "product_rates", "micro_batch_tokens")]
-        assert config["resumed_after"] == 1 and found == ["float32", here, 1024]
+        found = [config["resolved"][name] for name in ("dtype", "product_rates")]
+        assert config["resumed_after"] == 1 and found == ["float32", here]
     anew = dataclasses.replace(args, overwrite=True)
     grpo.preflight(anew)
     assert pretrained.resolve_device(anew)[1] == torch.bfloat16

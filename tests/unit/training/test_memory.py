@@ -115,7 +115,10 @@ FOUR = memory.Setting(4, True, 80e9)
         ({}, dataclasses.replace(GPU, critic=True), {"weights": 4, "gradients": 4, "optimizer": 24}),
         ({"beta": 0.1}, FOUR, {"reference": 2}),
         ({"vllm_engines": 1}, FOUR, {"engine": 0, "KV cache": 0}),
-        ({}, CPU, {"engine": 2, "KV cache": 0.5 * 2**30 / 1e9}),
+        ({}, CPU, {"engine": 2, "KV cache": 1.25 * 64 * 288 * 8000 / 1e9}),  # 64 sequences at a time of 256, 8000 bytes
+        ({"eval_prompts": 0, "num_unique_prompts_rollout": 2}, CPU, {"KV cache": 1.25 * 16 * 288 * 8000 / 1e9}),
+        ({"max_response_length": 30}, CPU, {"KV cache": 1.25 * 64 * 288 * 8000 / 1e9}),  # in blocks of 32
+        ({"max_response_length": 2000}, CPU, {"KV cache": 0.5 * 2**30 / 1e9}),
         ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, CPU, {"KV cache": 3 * 2**30 / 1e9}),
         ({}, GPU, {"engine": 2 + memory.ENGINE_WORK / 1e9, "KV cache": 0.4 * 80 - 2 - memory.ENGINE_WORK / 1e9}),
         ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, GPU, {"KV cache": 3 * 2**30 / 1e9}),
@@ -128,6 +131,20 @@ FOUR = memory.Setting(4, True, 80e9)
 def test_parts_are_parameters_times_bytes(changes, setting, expected):
     parts = memory.predict(grpo.Args(**changes), MODEL, setting).parts
     assert {name: parts[name] / MODEL.parameters for name in expected} == pytest.approx(expected)
+
+
+def test_a_cache_is_as_large_as_the_prompts_are_long():
+    """Not as they might be; only with an environment can they grow."""
+    args = grpo.Args()
+    args.longest_prompt = 43
+    assert memory.cpu_cache(args, MODEL, 2, 1) == 1.25 * 64 * 96 * 8000
+
+
+def test_the_cache_of_models_with_recurrent_states_keeps_its_size():
+    """Their blocks are as large as a state, and nothing here knows that size."""
+    mamba = memory.model_of({**dict.fromkeys(memory.FIELDS, 8), "mamba_d_conv": 4}, parameters=10**6)
+    for model in (mamba, None):
+        assert memory.cpu_cache(grpo.Args(), model, 2, 1) == 2**29
 
 
 def test_a_process_of_the_engine_is_there_in_every_phase():
