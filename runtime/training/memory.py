@@ -256,9 +256,10 @@ def engine(args, model: Model, setting: Setting, share: float) -> dict[str, floa
     """Return the bytes of the engine next to a trainer. Its KV cache fills ``share`` of a GPU or has the given size."""
     weights = model.parameters * setting.number / args.vllm_tensor_parallel_size
     weights += ENGINE_WORK * (setting.card > 0 and args.rollout == "vllm")
-    cache = cpu_cache(args, model, setting.number, setting.ranks)
     if setting.card > 0:
         cache = max(0, share * setting.card - weights)
+    else:
+        cache = cpu_cache(args, model, setting.number, setting.ranks)
     cache = args.engine_args.get("kv_cache_memory_bytes", cache) * (args.rollout == "vllm")
     beside = args.vllm_engines == 0
     return {"engine": weights * beside, "KV cache": cache * beside}

@@ -120,6 +120,7 @@ FOUR = memory.Setting(4, True, 80e9)
         ({"max_response_length": 30}, CPU, {"KV cache": 1.25 * 64 * 288 * 8000 / 1e9}),  # in blocks of 32
         ({"max_response_length": 2000}, CPU, {"KV cache": 0.5 * 2**30 / 1e9}),
         ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, CPU, {"KV cache": 3 * 2**30 / 1e9}),
+        ({"vllm_tensor_parallel_size": 2}, GPU, {"engine": 1 + memory.ENGINE_WORK / 1e9}),  # on one of two ranks
         ({}, GPU, {"engine": 2 + memory.ENGINE_WORK / 1e9, "KV cache": 0.4 * 80 - 2 - memory.ENGINE_WORK / 1e9}),
         ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, GPU, {"KV cache": 3 * 2**30 / 1e9}),
         ({"rollout": "hf"}, GPU, {"engine": 2, "KV cache": 0}),
