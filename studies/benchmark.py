@@ -9,10 +9,13 @@
    prompts and lengths. What chat adds is Python work per token: a lot next to a fast model, nothing next to one that
    takes 200 ms per step.
 4. A step of AdamW, and a push of weights.
-5. The floor: the time that these phases would take at the measured rates without any overhead; efficiency is floor /
+5. What a step takes when the task is learned: short responses, a quarter of the groups with a gradient, decode steps of
+   few sequences.
+6. The floor: the time that these phases would take at the measured rates without any overhead; efficiency is floor /
    time.
-6. The operators of an update and of sampling, on CPUs: the share of matrix products, what the same products take alone,
+7. The operators of an update and of sampling, on CPUs: the share of matrix products, what the same products take alone,
    and what the rest is, by name.
+8. An optimizer step of DeepSpeed on one token: what every optimizer step of a run takes at least.
 
 Alternatives are timed in turn (A B A B) in one process: the speed of a machine drifts within minutes, the ratio of
 neighboring measurements hardly does. Exit code 1: the two layouts do not give the same log-probs and gradient.
@@ -56,14 +59,21 @@ from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample
 from runtime.engine import vllm_settings
 from runtime.system import process, watchdog
-from runtime.training import batching, device_sizes, model_files, pretrained
+from runtime.training import batching, deepspeed_zero, device_sizes, model_files, pretrained
 from runtime.training.attention import choose_layout
 from runtime.training.memory import read_model
 
 # Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
+STEP = ("generate", "shared", "optimizer", "push")  # phases of a step in the shared layout
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of the square matrices; a GPU needs large ones to be busy
 COPY_BYTES = 256 * 10**6  # more than caches hold
+# Lengths of responses, in 32nds of the longest that is allowed, one as likely as the next. In the first steps of a
+# quickstart the mean is 15 to 25 of 32 tokens, a sixth to a half of the responses are truncated, and some are a bare
+# number. In its last four steps the mean is 12 to 14, the longest 24 to 30, and two or three of eight groups train.
+EARLY = (3, 8, 12, 20, 32, 32)
+LATE = (8, 8, 8, 12, 16, 28)
+DECODED = (1, 8, 64)  # sequences whose decode step is timed
 
 say = partial(print, flush=True)
 
@@ -176,19 +186,19 @@ def machine_name(device: torch.device) -> str:
 # ------------------------------------------------------------------------------------------------------- 2 the update
 
 
-def fixed_samples(problems: list[Problem], group: int, cap: int, vocabulary: int) -> list[Sample]:
-    """Return the samples that the update is timed on, the same in every run.
+def fixed_samples(
+    problems: list[Problem], group: int, cap: int, vocabulary: int, lengths: tuple[int, ...] = EARLY
+) -> list[Sample]:
+    """Return the samples that the update is timed on, the same in every run; ``lengths`` are in 32nds of ``cap``.
 
-    The prompts are those of the quickstart's first step, about 45 tokens each with the model's template. Lengths are
-    drawn from 3, 8, 12, 20, 32 and 32 32nds of ``cap``: in the first steps of a quickstart the mean is 15 to 25 of 32
-    tokens, a sixth to a half of the responses are truncated, and some are a bare number. The tokens are random, so only
-    the prompt is shared within a group; in training responses also share the tokens they begin with.
+    The prompts are those of the quickstart's first step, about 45 tokens each with the model's template. The tokens are
+    random, so only the prompt is shared within a group; in training responses also share the tokens they begin with.
     """
     generator = random.Random(0)
     samples = []
     for place, problem in enumerate(problems):
         for k in range(group):
-            length = max(1, generator.choice([3, 8, 12, 20, 32, 32]) * cap // 32)
+            length = max(1, generator.choice(lengths) * cap // 32)
             response = [generator.randrange(vocabulary) for _ in range(length)]
             samples.append(Sample(place, k, problem.prompt_ids, response, [0.0] * length, "stop", []))
     return samples
@@ -278,11 +288,19 @@ class Bench:
 
     def by_tokens(self, problems: list[Problem], group: int, length: int) -> list[int]:
         """Response lengths. As in grpo.py: ids in, ids and log-probs out, each response decoded once at its end."""
-        requests = []
-        for place in range(len(problems)):
-            for k in range(group):
-                requests.append((place, k, place * group + k))
-        sampling = {
+        return self.by_lengths(problems, group, [length] * len(problems) * group)
+
+    def by_lengths(self, problems: list[Problem], group: int, lengths: list[int]) -> list[int]:
+        """Response lengths, in the order in which they arrive. ``lengths``: the exact length of every response."""
+        requests: dict[int, list[tuple[int, int, int]]] = {length: [] for length in lengths}
+        for i, length in enumerate(lengths):
+            requests[length].append((i // group, i % group, i))
+        batches = [self.engine.ask(problems, own, self.sampling(length)) for length, own in requests.items()]
+        return [len(sample.response_ids) for batch in batches for _, sample in self.engine.arrivals(batch)]
+
+    def sampling(self, length: int) -> dict[str, Any]:
+        """Return the sampling parameters for responses of exactly ``length`` tokens."""
+        return {
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 0,
@@ -290,8 +308,10 @@ class Bench:
             "max_tokens": length,
             "ignore_eos": True,
         }
-        batch = self.engine.ask(problems, requests, sampling)
-        return [len(sample.response_ids) for _, sample in self.engine.arrivals(batch)]
+
+    def forget_prompts(self) -> None:
+        """Drop the prefix cache: otherwise a sampling would find there the prompts that the one before it computed."""
+        self.call(lambda llm: llm.reset_prefix_cache())
 
     def by_chat(self, problems: list[Problem], group: int, length: int) -> list[int]:
         """Response lengths. As in vLLM's examples: messages in; text, ids and a dict of log-probs per token out."""
@@ -320,9 +340,7 @@ def compare_engines(bench: Bench, problems: list[Problem], args: Args, timings: 
     for way, work in {"token ids": bench.by_tokens, "llm.chat": bench.by_chat}.items():
         work(problems, group, min(cap, 4))  # the first steps allocate
         ways[way] = partial(work, problems, group, cap)
-    # Otherwise each way would find in the cache the prompts that the one before it computed.
-    reset = partial(bench.call, lambda llm: llm.reset_prefix_cache())
-    seconds, results = alternate(ways, args.repeats, reset)
+    seconds, results = alternate(ways, args.repeats, bench.forget_prompts)
     timings.seconds |= seconds
     expected = [cap] * (len(problems) * group)
     for way, lengths in results.items():
@@ -360,7 +378,51 @@ def time_push(bench: Bench, model, args: Args, timings: Timings) -> None:
     say(f"push       {spread(seconds, digits=3)}   all weights to the engine, prefix cache dropped")
 
 
-# -------------------------------------------------------------------------------------------------------- 5 the floor
+# ------------------------------------------------------------------------------------- 5 when the task is learned
+
+
+def time_late_step(policy, bench: Bench | None, samples: list[Sample], problems, args: Args, timings: Timings) -> None:
+    """Time update and sampling of a batch of short responses, a quarter of whose groups have a gradient."""
+    trained = with_gradient(samples)
+    ways = {"late update": partial(update, policy, trained, "shared", args.micro_batch_tokens)}
+    seconds, _ = alternate(ways, args.repeats, partial(policy.zero_grad, set_to_none=True))
+    timings.seconds |= seconds
+    lengths = [len(s.response_ids) for s in samples]
+    say(f"\nlate       {len(lengths)} responses of {sum(lengths) / len(lengths):.1f} tokens, at most {max(lengths)}")
+    say(f"  update           {spread(seconds['late update'])}   the {len(trained)} of them that have a gradient")
+    if bench is None:
+        return
+    work = partial(bench.by_lengths, problems, args.num_samples_per_prompt_rollout, lengths)
+    seconds, results = alternate({"late generate": work}, args.repeats, bench.forget_prompts)
+    if sorted(results["late generate"]) != sorted(lengths):
+        raise RuntimeError(f"other lengths came than were asked for: {results['late generate']}")
+    timings.seconds |= seconds
+    say(f"  generate         {spread(seconds['late generate'])}")
+
+
+def with_gradient(samples: list[Sample]) -> list[Sample]:
+    """Return the samples of the first quarter of the groups."""
+    groups = 1 + max(s.prompt_id for s in samples)
+    return [s for s in samples if s.prompt_id < max(1, groups // 4)]
+
+
+def time_decode_steps(bench: Bench, problems: list[Problem], args: Args, timings: Timings) -> None:
+    """Time a decode step of few sequences: responses of all tokens less those of a quarter, by the steps between."""
+    cap = args.max_response_length
+    few = max(1, cap // 4)
+    for count in DECODED:
+        chosen = problems[:count]
+        group = count // len(chosen)
+        if cap == few or group * len(chosen) != count or group > args.num_samples_per_prompt_rollout:
+            continue
+        ways = {length: partial(bench.by_tokens, chosen, group, length) for length in (few, cap)}
+        seconds, _ = alternate(ways, args.repeats, bench.forget_prompts)
+        found = [(a - b) / (cap - few) for a, b in zip(seconds[cap], seconds[few], strict=True)]
+        timings.seconds[f"decode {count}"] = found
+        say(f"  decode step      {spread([1000 * one for one in found], 'ms', 1)}   {count} sequences")
+
+
+# -------------------------------------------------------------------------------------------------------- 6 the floor
 
 
 @dataclass
@@ -421,9 +483,7 @@ def floors(
 
     * Backward is twice forward (gradients of inputs and of weights), so an update is three forward passes. The last
       token of a response predicts nothing and need not be computed.
-    * Generation computes each prompt once, then every response token but the last. A decoding step reads the weights of
-      blocks and head, whatever the batch, and the caches, of P + C/2 tokens on average; each filling of the engine's
-      ``slots`` takes ``cap`` - 1 steps. Decoding takes the longer of its FLOPs and its bytes.
+    * Generation is ``sampling_floor`` of responses of ``cap`` tokens.
     * AdamW reads weight, gradient and two moments in fp32 (16 bytes) and writes weight and moments (12), plus the bf16
       copy (2) if there is one. A push reads and writes each weight once.
     """
@@ -434,23 +494,54 @@ def floors(
     shared_flops = 3 * sizes.forward_flops(unique_prompts, computed, trained)
     padded_flops = 3 * sizes.forward_flops(every_prompt, computed, trained)
 
-    steps = cap - 1
-    fillings = -(-len(samples) // slots)
-    read_weights = sizes.weight_bytes * (sizes.blocks + sizes.head) * steps * fillings
-    read_caches = sizes.cache_bytes * sum(prompt * steps + steps**2 / 2 for prompt in every_prompt)
-    decoded = [(prompt, steps) for prompt in every_prompt]
-    decode_flops = sizes.forward_flops([], decoded, len(samples) * steps)
-    prefill_flops = sizes.forward_flops(unique_prompts, [], len(samples))
-    decode = max(decode_flops / flops, (read_weights + read_caches) / bandwidth)
-
     adamw_bytes = 28 if sizes.weight_bytes == 4 else 30
     return {
-        "generate": prefill_flops / flops + decode,
+        "generate": sampling_floor(sizes, samples, [cap] * len(samples), flops, bandwidth, slots),
         "shared": shared_flops / flops,
         "padded": padded_flops / flops,
         "optimizer": adamw_bytes * sizes.parameters / bandwidth,
         "push": 2 * sizes.weight_bytes * sizes.parameters / bandwidth,
     }
+
+
+def sampling_floor(
+    sizes: ModelSizes, samples: list[Sample], lengths: list[int], flops: float, bandwidth: float, slots: int
+) -> float:
+    """Seconds that sampling responses of these ``lengths`` to the prompts of ``samples`` takes at least.
+
+    Each prompt is computed once, then every response token but the last. A decode step reads the weights of blocks and
+    head, whatever the batch, and the caches, of P + C/2 tokens on average; each filling of the engine's ``slots`` takes
+    as many steps as its longest response. Decoding takes the longer of its FLOPs and its bytes.
+    """
+    prompts = [len(s.prompt_ids) for s in samples]
+    steps = [length - 1 for length in lengths]
+    fillings = -(-len(samples) // slots)
+    read_weights = sizes.weight_bytes * (sizes.blocks + sizes.head) * max(steps) * fillings
+    read_caches = sizes.cache_bytes * sum(p * n + n**2 / 2 for p, n in zip(prompts, steps, strict=True))
+    decode_flops = sizes.forward_flops([], list(zip(prompts, steps, strict=True)), sum(steps))
+    unique_prompts = [len(s.prompt_ids) for s in samples if s.sample_id == 0]
+    prefill_flops = sizes.forward_flops(unique_prompts, [], len(samples))
+    return prefill_flops / flops + max(decode_flops / flops, (read_weights + read_caches) / bandwidth)
+
+
+def late_floors(
+    sizes: ModelSizes, samples: list[Sample], bound: dict[str, float], flops: float, bandwidth: float, slots: int
+) -> dict[str, float]:
+    """Seconds at least of what ``time_late_step`` and the functions after it time; ``bound``: those of ``floors``.
+
+    A pass over one token reads the weights of blocks and head forward and twice backward.
+    """
+    lengths = [len(s.response_ids) for s in samples]
+    found = {
+        "late update": floors(sizes, with_gradient(samples), max(lengths), flops, bandwidth, slots)["shared"],
+        "late generate": sampling_floor(sizes, samples, lengths, flops, bandwidth, slots),
+        "one token": bound["optimizer"] + 3 * sizes.weight_bytes * (sizes.blocks + sizes.head) / bandwidth,
+    }
+    for count in DECODED:
+        some = [samples[i % len(samples)] for i in range(count)]
+        two, one = (sampling_floor(sizes, some, [n] * count, flops, bandwidth, slots) for n in (3, 2))
+        found[f"decode {count}"] = two - one
+    return found
 
 
 def print_floors(bound: dict[str, float], timings: Timings) -> None:
@@ -463,7 +554,7 @@ def print_floors(bound: dict[str, float], timings: Timings) -> None:
             continue
         seconds = median(timings.seconds[phase])
         rows.append((phase, floor, seconds))
-        if phase != "padded":
+        if phase in STEP:
             step_floor += floor
             step_seconds += seconds
     rows.append(("a step (shared)", step_floor, step_seconds))
@@ -471,7 +562,7 @@ def print_floors(bound: dict[str, float], timings: Timings) -> None:
         say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
 
 
-# -------------------------------------------------------------------------------------------------------- 6 operators
+# -------------------------------------------------------------------------------------------------------- 7 operators
 
 NAMED = 10  # rows of the table; the others are summed
 
@@ -555,6 +646,30 @@ def print_operators(title: str, seconds: float, operators: list[Operator], dtype
     return rows | {"products alone": alone}
 
 
+# ------------------------------------------------------------------------------------------------ 8 the least update
+
+
+def time_deepspeed_step(
+    policy, sample: Sample, floor: float, run: grpo.Args, dtype, args: Args, timings: Timings
+) -> None:
+    """Time what an optimizer step of a run takes at least: forward, backward and AdamW on one token of a response."""
+    device = policy.model.device
+    accelerator = deepspeed_zero.make_accelerator(run, dtype, device)
+    optimizer = utils.make_optimizer(policy.parameters(), 0.0, run)
+    policy = deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
+    one = dataclasses.replace(sample, response_ids=sample.response_ids[:1], sampler_logprobs=[0.0])
+    (mb,) = batching.micro_batches(
+        [one], [0], layout="shared", budget=args.micro_batch_tokens, rank=0, world_size=1, device=device
+    )
+
+    def step() -> None:
+        deepspeed_zero.backward(policy, 0.0 * policy(mb)[0].sum(), True)
+
+    step()  # the first one allocates the moments
+    timings.seconds["one token"] = timed_repeatedly(step, max(5, args.repeats))
+    say(f"\noptimizer step of DeepSpeed on one token: {spread(timings.seconds['one token'])}, floor {floor:.2f} s")
+
+
 # --------------------------------------------------------------------------------------------------------------- main
 
 
@@ -633,25 +748,36 @@ def main(args: Args) -> None:
     if bench is not None:
         time_push(bench, model, args, timings)
 
-    # 5 the floor, at the better of the rates before and after: another program may have been busy during one of them
+    # 5 when the task is learned
+    late = fixed_samples(problems, group, cap, len(tokenizer), LATE)
+    time_late_step(policy, bench, late, problems, args, timings)
+    if bench is not None:
+        time_decode_steps(bench, problems, args, timings)
+
+    # 6 the floor, at the better of the rates before and after: another program may have been busy during one of them
     flops_after, bandwidth_after = machine_rates(device, dtype)
     flops = max(flops, flops_after)
     bandwidth = max(bandwidth, bandwidth_after)
-    bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, sizes.vllm_max_num_seqs)
+    slots = sizes.vllm_max_num_seqs
+    bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, slots)
+    bound |= late_floors(ModelSizes.of(model), late, bound, flops, bandwidth, slots)
     say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
     print_floors(bound, timings)
 
-    # 6 the operators
+    # 7 the operators
     operators = {}
     if device.type == "cpu":
         policy.zero_grad(set_to_none=True)
         again = partial(update, policy, samples, "shared", args.micro_batch_tokens)
         operators["update"] = print_operators("an update", *profiled(again, lambda call: call()), dtype)
         if bench is not None:
-            bench.call(lambda llm: llm.reset_prefix_cache())
+            bench.forget_prompts()
             again = partial(bench.by_tokens, problems, group, cap)
             operators["generate"] = print_operators("sampling", *profiled(again, bench.call), dtype)
+
+    # 8 the least update; from here on the gradients are DeepSpeed's
     if bench is not None:
+        time_deepspeed_step(policy, samples[0], bound["one token"], run, dtype, args, timings)
         bench.close()
 
     if args.json is not None:

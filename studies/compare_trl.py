@@ -6,17 +6,19 @@
     python studies/compare_trl.py --json results.json --markdown docs/evidence/performance.md    write the page
     python studies/compare_trl.py --json bf16.json --also fp32.json --markdown docs/evidence/performance.md    of two
 
-Parts: ``quickstart``, the shape of ``python grpo.py``, also against TRL's defaults; ``async``, the same with
-``--async_steps 1`` as well; ``allocator``, the first against a TRL whose process has the memory allocator of grpo.py;
-``equal``, with responses of equal length; ``table``, response lengths and groups on a smaller model; ``ranks``, ours on
-1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
+Parts: ``quickstart``, the shape of ``python grpo.py`` at its start, also against TRL's defaults; ``late``, its shape
+when it has learned the task: the model of a finished quickstart, whose responses are short, and two groups of eight
+that have a gradient; ``async``, the first with ``--async_steps 1`` as well; ``allocator``, the first against a TRL
+whose process has the memory allocator of grpo.py; ``equal``, with responses of equal length; ``table``, response
+lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
 
-* In the first three responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
+* In the first four responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
   hardly change, so all sides draw from one distribution; the mean numbers of tokens they drew are printed, and must
   agree within --tolerance.
 * In all other parts every response has exactly the same number of tokens: grpo.py ignores EOS, TRL's ``generate`` may
   not choose it. That both computed the same number of prompt and response tokens is checked in every step.
-* Rewards are a hash of the text, so that each group has a gradient; one optimizer step per batch, beta 0, AdamW.
+* Rewards are a hash of the text, so that each group has a gradient (in ``late`` two groups); one optimizer step per
+  batch, beta 0, AdamW.
 * tuned: no gradient checkpointing, weights in --dtype without fp32 masters (grpo.py has them), the micro-batch and the
   attention that are fastest here in a trial of each in the first shape; on a GPU also vLLM in the process, without
   sleep mode and importance correction. It takes no CPU vLLM: there it samples by transformers.
@@ -55,7 +57,7 @@ from runtime.arguments import flags
 from runtime.data import problem_set
 from runtime.system import git, process
 
-Part = Literal["quickstart", "async", "allocator", "equal", "table", "ranks", "size"]
+Part = Literal["quickstart", "late", "async", "allocator", "equal", "table", "ranks", "size"]
 PARTS = get_args(Part)
 PHASES = ("generate", "score", "logprobs", "update", "push")
 STEP_TIMEOUT = 1800.0  # seconds until a process that makes no step is given up
@@ -96,7 +98,9 @@ class Args:
     quick: bool = False
     """One round, and only the corners of the table: to see that everything works."""
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
-    """Model of all parts but the table."""
+    """Model of all parts but late and the table."""
+    late_model: str | None = None
+    """Model of the part late. Default: a quickstart is run first, which takes some minutes."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Data type of both sides. auto: that of grpo.py."""
     avx2: bool = False
@@ -143,8 +147,8 @@ class Cell:
         return f"{self.part} {Path(self.model).name} {self.prompts}x{self.group}x{most}{self.length} on {self.ranks}"
 
 
-def cells(args: Args, small: str, large: str) -> list[Cell]:
-    """All shapes that ``args`` ask for."""
+def cells(args: Args, small: str, large: str, late: str) -> list[Cell]:
+    """All shapes that ``args`` ask for, with these models of the table, of the larger size, and of the part late."""
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     model = args.model_name_or_path
@@ -152,6 +156,8 @@ def cells(args: Args, small: str, large: str) -> list[Cell]:
     if "quickstart" in args.parts:
         sides = ("ours", "tuned", "default")
         found.append(Cell("quickstart", model, prompts, group, args.max_response_length, sides, ends=True))
+    if "late" in args.parts:
+        found.append(Cell("late", late, prompts, group, args.max_response_length, ends=True))
     if "async" in args.parts:
         sides = ("ours", "async", "tuned")
         found.append(Cell("async", model, prompts, group, args.max_response_length, sides, together=False, ends=True))
@@ -428,14 +434,29 @@ def mean_length(cell: Cell, steps: list[dict]) -> float:
     return fmean(step["response_tokens"] for step in steps) / (cell.prompts * cell.group)
 
 
-def write_rows(count: int, folder: Path) -> Path:
-    """Write a file of prompts of the quickstart's task, as chat messages, which all steps of a shape use."""
-    path = folder / f"rows-{count}.jsonl"
+def train_quickstart(folder: Path, args: Args) -> Path:
+    """Run the quickstart and return the folder of its model. Raises RuntimeError with its last words if it fails."""
+    line = [sys.executable, str(ROOT / "grpo.py"), "--dtype", args.dtype, "--eval_prompts", "0", "--save_minutes", "0"]
+    line += ["--model_name_or_path", args.model_name_or_path, "--output_dir", str(folder), "--run_name", "late"]
+    done = subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError("the quickstart failed:\n" + "\n".join(done.stdout.splitlines()[-15:]))
+    return folder / "late" / "model"
+
+
+def write_rows(count: int, trained: int, folder: Path) -> Path:
+    """Write a file of prompts of the quickstart's task, as chat messages, which all steps of a shape use.
+
+    The responses to the first ``trained`` prompts have different rewards.
+    """
+    path = folder / f"rows-{count}-{trained}.jsonl"
     problems = list(problem_set.mixed_problems(flags.RunFlags(), truth_error).values())[:count]
     if len(problems) < count:
         process.refuse(f"--num_unique_prompts_rollout {count}: the quickstart's task has {len(problems)} prompts")
-    rows = [json.dumps({"question": problem.messages, "answer": problem.truth}) for problem in problems]
-    path.write_text("\n".join(rows) + "\n")
+    rows = []
+    for place, problem in enumerate(problems):
+        rows.append({"question": problem.messages, "answer": problem.truth, "trains": place < trained})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -642,6 +663,7 @@ def measurement_lines(results: dict) -> list[str]:
     ]
     titles = {
         "quickstart": "The quickstart's shape",
+        "late": "Its shape when the task is learned: short responses, two of eight groups with a gradient",
         "async": "The same, asynchronous",
         "allocator": "The same, TRL with the allocator of grpo.py",
         "equal": "Responses of equal length",
@@ -706,16 +728,22 @@ def measure_all(args: Args, results: dict, folder: Path) -> None:
     quickstart = str(ROOT / "models" / "SmolLM2-135M-Instruct")
     small = args.table_model or str(folder / "random-50M")
     large = str(folder / "random-0.5B")
-    todo = [cell for cell in cells(args, small, large) if cell.name() not in results["cells"]]
+    late = args.late_model or str(folder / "quickstart")
+    todo = [cell for cell in cells(args, small, large, late) if cell.name() not in results["cells"]]
     used = {cell.model for cell in todo}
     for model, changes in ((small, SMALL), (large, HALF_BILLION)):
         if model in used and not Path(model).is_dir():
             once("model", {"source": quickstart, "folder": model, "changes": changes}, folder / "model.log")
-    rows = {cell.prompts: write_rows(cell.prompts, folder) for cell in todo}
+    if late in used and args.late_model is None:
+        train_quickstart(folder, args).rename(late)
+    rows = {}
+    for cell in todo:
+        trained = cell.prompts // 4 if cell.part == "late" else cell.prompts
+        rows[cell.name()] = write_rows(cell.prompts, trained, folder)
     shapes = {}
     for cell in todo:
         if not cell.ends:
-            shapes[cell.name()] = vars(cell) | {"rows": str(rows[cell.prompts])}
+            shapes[cell.name()] = vars(cell) | {"rows": str(rows[cell.name()])}
     floors = {"dtype": args.dtype, "cells": shapes}
     if todo:
         note_floors(results, once("floor", floors, folder / "floor.log"))
@@ -723,10 +751,10 @@ def measure_all(args: Args, results: dict, folder: Path) -> None:
         started = time.perf_counter()
         machine = results["machine"]
         if {"tuned", "allocator"} & set(cell.sides) and "tuned" not in results:
-            results["tuned"] = best_choice(cell, rows[cell.prompts], folder, args, machine)
+            results["tuned"] = best_choice(cell, rows[cell.name()], folder, args, machine)
             say(f"TRL, tuned by a step of each: {json.dumps(results['tuned']['tried'])}")
         choice = results.get("tuned", {}).get("choice")
-        records = measure(cell, rows[cell.prompts], folder, args, machine, choice)
+        records = measure(cell, rows[cell.name()], folder, args, machine, choice)
         results["cells"][cell.name()] = {"cell": vars(cell), "records": records}
         process.write_whole(Path(args.json), json.dumps(results, indent=1))
         say(f"\n{cell.part}: measured in {time.perf_counter() - started:.0f} s")

@@ -31,7 +31,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def by_text(response: str, truth: str, row: dict) -> float:
-    """Return a reward in [0, 1] that depends on the text, so that no group is left out for having equal rewards."""
+    """Return a reward in [0, 1] that depends on the text, so that no group is left out for having equal rewards.
+
+    It is 1 for all responses to a prompt whose row says that it does not train.
+    """
+    if not row["trains"]:
+        return 1.0
     return zlib.crc32(response.encode()) / 2**32
 
 
@@ -93,17 +98,27 @@ def ours(words: list[str]) -> None:
     grpo.main(args, grpo.preflight(args))
 
 
+def rewards_by_text(completions: list, trains: list[bool]) -> list[float]:
+    """Return the rewards of TRL's completions, which are lists of chat messages."""
+    rewards = []
+    for messages, trained in zip(completions, trains, strict=True):
+        rewards.append(by_text(messages[0]["content"], "", {"trains": trained}))
+    return rewards
+
+
 def make_trainer(model: str, rows: str, options: dict, reward, callback):
     """Return a GRPOTrainer of the TRL in sys.path. ``rows``: a file of one step's prompts as chat messages."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    prompts = [json.loads(line)["question"] for line in Path(rows).read_text().splitlines()]
+    prompts = []
+    for row in map(json.loads, Path(rows).read_text().splitlines()):
+        prompts.append({"prompt": row["question"], "trains": row["trains"]})
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(**options),
-        train_dataset=Dataset.from_list([{"prompt": messages} for messages in prompts]),
+        train_dataset=Dataset.from_list(prompts),
         callbacks=[callback],
     )
 
@@ -124,8 +139,8 @@ def tune(folder: str, model: str, rows: str, options: dict) -> None:
         def on_step_end(self, *args, **rest):
             self.seconds = time.perf_counter() - self.started
 
-    def reward(completions, **columns):
-        return [by_text(messages[0]["content"], "", {}) for messages in completions]
+    def reward(completions, trains, **columns):
+        return rewards_by_text(completions, trains)
 
     last = Last()
     make_trainer(model, rows, options | {"max_steps": 2}, reward, last).train()
@@ -151,9 +166,9 @@ def trl(folder: str, model: str, rows: str, options: dict, allocator: bool) -> N
 
     ProfilingContext._log_metrics = note
 
-    def reward(completions, completion_ids, **columns):
+    def reward(completions, completion_ids, trains, **columns):
         tokens["responses"] += sum(map(len, completion_ids))
-        return [by_text(messages[0]["content"], "", {}) for messages in completions]
+        return rewards_by_text(completions, trains)
 
     class Steps(TrainerCallback):
         """Waits after every optimizer step, and says what the step took."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from types import SimpleNamespace
 
 import benchmark
 import pytest
@@ -47,7 +48,7 @@ def check_numbers(numbers: dict, phases: set[str], repeats: int) -> None:
     seconds = numbers["seconds"]
     assert phases <= set(numbers["floor_seconds"])
     for phase in phases:
-        assert len(seconds[phase]) == (max(5, repeats) if phase in ("optimizer", "push") else repeats)
+        assert len(seconds[phase]) == (max(5, repeats) if phase in ("optimizer", "push", "one token") else repeats)
         assert all(value > 0 for value in seconds[phase])
         assert numbers["floor_seconds"][phase] > 0
     padded_over_shared = [a / b for a, b in zip(seconds["padded"], seconds["shared"], strict=True)]
@@ -59,8 +60,9 @@ def test_the_update_is_timed_without_an_engine(tiny, tmp_path, quick_rates, caps
     """Both layouts, the optimizer and the floors are measured and written; nothing is said of the engine."""
     benchmark.main(small(tiny, tmp_path))
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    check_numbers(numbers, {"shared", "padded", "optimizer"}, repeats=2)
-    assert set(numbers["seconds"]) == {"shared", "padded", "optimizer"}
+    phases = {"shared", "padded", "optimizer", "late update"}
+    check_numbers(numbers, phases, repeats=2)
+    assert set(numbers["seconds"]) == phases
     assert set(numbers["ratios"]) == {"padded / shared"}
     assert set(numbers["operator_seconds"]) == {"update"}
     check_operators(numbers["operator_seconds"]["update"])
@@ -101,6 +103,25 @@ def test_flops_of_a_forward_pass_are_those_that_torch_counts(tiny_model):
     assert sizes.forward_flops([n], [], n) + unseen == pytest.approx(counter.get_total_flops(), rel=1e-3)
     split = sizes.forward_flops([30], [(30, 10)], n)
     assert split == sizes.forward_flops([n], [], n), "a prompt and its continuation cost what the whole row costs"
+
+
+def test_a_decode_step_reads_the_weights_once_and_each_cache(tiny_model):
+    """At a bandwidth that limits it: more sequences add their caches, shorter ones stop to read theirs."""
+    sizes = benchmark.ModelSizes.of(tiny_model)
+    problems = [SimpleNamespace(prompt_ids=[1] * 10) for _ in range(2)]
+    samples = benchmark.fixed_samples(problems, 2, 32, 100, benchmark.LATE)
+    weights = sizes.weight_bytes * (sizes.blocks + sizes.head)
+
+    def seconds(lengths):
+        return benchmark.sampling_floor(sizes, samples[: len(lengths)], lengths, 1e30, 1.0, slots=64)
+
+    assert seconds([5]) == pytest.approx(4 * weights + sizes.cache_bytes * (4 * 10 + 4**2 / 2))
+    assert seconds([5, 5]) - seconds([5]) == pytest.approx(sizes.cache_bytes * 48)
+    assert seconds([9, 5]) - seconds([9]) == pytest.approx(sizes.cache_bytes * 48)
+    found = benchmark.late_floors(sizes, samples, {"optimizer": 0.0}, 1e30, 1.0, 64)
+    assert found["decode 1"] == pytest.approx(weights + sizes.cache_bytes * (10 + 1.5))
+    assert found["one token"] == pytest.approx(3 * weights)
+    assert [s.prompt_id for s in benchmark.with_gradient(samples)] == [0, 0]
 
 
 def test_products_are_found_with_their_flops(tiny_model):
@@ -181,7 +202,8 @@ def test_the_engine_is_timed_both_ways(tiny, tmp_path):
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     numbers = json.loads(path.read_text())
-    check_numbers(numbers, {"generate", "shared", "padded", "optimizer", "push"}, repeats=2)
+    late = {"late update", "late generate", "one token", "decode 1"}
+    check_numbers(numbers, {"generate", "shared", "padded", "optimizer", "push", *late}, repeats=2)
     seconds = numbers["seconds"]
     assert seconds["generate"] == seconds["token ids"]
     chat_over_ids = [a / b for a, b in zip(seconds["llm.chat"], seconds["token ids"], strict=True)]

@@ -136,7 +136,7 @@ def test_an_asynchronous_side_never_waits_for_another(monkeypatch, tmp_path):
     groups = []
     monkeypatch.setattr(compare_trl, "take_turns", lambda starts, rounds: groups.append((set(starts), rounds)) or fake)
     fake = {name: steps([1.0], {}, 1.0) for name in ("ours", "async", "tuned")}
-    (cell,) = compare_trl.cells(compare_trl.Args(parts=("async",)), "small", "large")
+    (cell,) = compare_trl.cells(compare_trl.Args(parts=("async",)), "small", "large", "late")
     machine = {"device": "cpu", "dtype": "bfloat16"}
     args = compare_trl.Args(parts=("async",), trl=str(tmp_path), rounds=3)
     found = compare_trl.measure(cell, tmp_path, tmp_path, args, machine, (1024, "eager"))
@@ -166,8 +166,26 @@ def test_every_part_has_its_number_of_steps(monkeypatch, tmp_path):
 
 def test_rewards_differ_from_response_to_response():
     """Groups of equal reward would be left out of our update, and of no other's."""
-    rewards = [compare_trl_worker.by_text(text, "", {}) for text in ("", "a", "b", "ab", "ba")]
+    texts = ("", "a", "b", "ab", "ba")
+    rewards = [compare_trl_worker.by_text(text, "", {"trains": True}) for text in texts]
     assert len(set(rewards)) == 5 and all(0 <= r < 1 for r in rewards)
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert compare_trl_worker.rewards_by_text(completions, [True] * 5) == rewards
+    assert compare_trl_worker.rewards_by_text(completions, [False, True] * 2 + [False]) == [
+        1,
+        rewards[1],
+        1,
+        rewards[3],
+        1,
+    ]
+
+
+def test_two_groups_of_eight_train_when_the_task_is_learned(tmp_path):
+    """All sides read which ones from the rows."""
+    rows = [json.loads(line) for line in compare_trl.write_rows(8, 2, tmp_path).read_text().splitlines()]
+    assert [row["trains"] for row in rows] == [True] * 2 + [False] * 6
+    (cell,) = compare_trl.cells(compare_trl.Args(parts=("late",)), "small", "large", "late")
+    assert cell.model == "late" and cell.ends and cell.sides == ("ours", "tuned")
 
 
 CHILD = """
@@ -284,9 +302,11 @@ def test_a_step_of_both_is_timed(tiny, tmp_path):
     """The real GRPOTrainer and grpo.py on a tiny model; a second call measures nothing again."""
     line = [sys.executable, str(ROOT / "studies" / "compare_trl.py"), "--json", str(tmp_path / "r.json"), "--quick"]
     line += ["--model_name_or_path", str(tiny), "--table_model", str(tiny), "--dtype", "float32"]
+    line += ["--late_model", str(tiny)]
     line += [
         "--parts",
         "quickstart",
+        "late",
         "async",
         "allocator",
         "equal",
@@ -305,6 +325,7 @@ def test_a_step_of_both_is_timed(tiny, tmp_path):
     results = json.loads(text)
     assert [set(entry["records"]) for entry in results["cells"].values()] == [
         {"ours", "tuned", "default"},
+        {"ours", "tuned"},
         {"ours", "async", "tuned"},
         {"ours", "allocator"},
         {"ours", "tuned"},
