@@ -155,7 +155,7 @@ class Args(flags.RunFlags):
     increase over the score before. none: the last token gets the complete reward."""
 
     # ---- optimizer
-    learning_rate: float = 3e-5
+    learning_rate: float = 3.5e-5
     """Peak learning rate. 1e-6 is usual for models of 0.5B parameters and more."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""

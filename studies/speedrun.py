@@ -49,7 +49,7 @@ TRACKS = {
     "cpu": Track(
         title="signed sums, held-out pass@1",
         words="--dataset 'reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1' "
-        "--max_prompt_length 64 --max_response_length 32 --total_steps 48 --eval_every 4",
+        "--max_prompt_length 64 --max_response_length 32 --learning_rate 3e-5 --total_steps 48 --eval_every 4",
         target=0.80,
         limit=3600.0,
     ),
