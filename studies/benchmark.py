@@ -70,9 +70,10 @@ PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of the square matrices; a GPU
 COPY_BYTES = 256 * 10**6  # more than caches hold
 # Lengths of responses, in 32nds of the longest that is allowed, one as likely as the next. In the first steps of a
 # quickstart the mean is 15 to 25 of 32 tokens, a sixth to a half of the responses are truncated, and some are a bare
-# number. In its last four steps the mean is 12 to 14, the longest 24 to 30, and two or three of eight groups train.
+# number. When the task is learned the mean is 8 to 14, the longest mostly 28 to 32, and two or three of eight groups
+# train.
 EARLY = (3, 8, 12, 20, 32, 32)
-LATE = (8, 8, 8, 12, 16, 28)
+LATE = 15 * (8,) + (28,)
 DECODED = (1, 8, 64)  # sequences whose decode step is timed
 
 say = partial(print, flush=True)
@@ -165,9 +166,10 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     size = PRODUCT_SIZE[device.type]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     source, target = torch.ones(2, COPY_BYTES, dtype=torch.uint8, device=device)
-    product = min(timed_repeatedly(lambda: a @ b, 8))
-    copy = min(timed_repeatedly(lambda: target.copy_(source), 8))
-    return 2 * size**3 / product, 2 * COPY_BYTES / copy
+    products = timed_repeatedly(lambda: a @ b, 8)
+    copies = timed_repeatedly(lambda: target.copy_(source), 8)
+    flops = 2 * size**3
+    return flops / min(products), 2 * COPY_BYTES / min(copies)
 
 
 def machine_name(device: torch.device) -> str:
@@ -292,11 +294,20 @@ class Bench:
 
     def by_lengths(self, problems: list[Problem], group: int, lengths: list[int]) -> list[int]:
         """Response lengths, in the order in which they arrive. ``lengths``: the exact length of every response."""
-        requests: dict[int, list[tuple[int, int, int]]] = {length: [] for length in lengths}
+        requests = {}
         for i, length in enumerate(lengths):
-            requests[length].append((i // group, i % group, i))
-        batches = [self.engine.ask(problems, own, self.sampling(length)) for length, own in requests.items()]
-        return [len(sample.response_ids) for batch in batches for _, sample in self.engine.arrivals(batch)]
+            own = requests.setdefault(length, [])
+            place, k = divmod(i, group)
+            own.append((place, k, i))
+        batches = []
+        for length, own in requests.items():
+            sampling = self.sampling(length)
+            batches.append(self.engine.ask(problems, own, sampling))
+        arrived = []
+        for batch in batches:
+            for _, sample in self.engine.arrivals(batch):
+                arrived.append(len(sample.response_ids))
+        return arrived
 
     def sampling(self, length: int) -> dict[str, Any]:
         """Return the sampling parameters for responses of exactly ``length`` tokens."""
@@ -381,29 +392,36 @@ def time_push(bench: Bench, model, args: Args, timings: Timings) -> None:
 # ------------------------------------------------------------------------------------- 5 when the task is learned
 
 
-def time_late_step(policy, bench: Bench | None, samples: list[Sample], problems, args: Args, timings: Timings) -> None:
-    """Time update and sampling of a batch of short responses, a quarter of whose groups have a gradient."""
+def time_late_update(policy, samples: list[Sample], args: Args, timings: Timings) -> None:
+    """Time the update of a batch of short responses, a quarter of whose groups have a gradient."""
     trained = with_gradient(samples)
-    ways = {"late update": partial(update, policy, trained, "shared", args.micro_batch_tokens)}
-    seconds, _ = alternate(ways, args.repeats, partial(policy.zero_grad, set_to_none=True))
+    clear = partial(policy.zero_grad, set_to_none=True)
+    work = partial(update, policy, trained, "shared", args.micro_batch_tokens)
+    seconds, _ = alternate({"late update": work}, args.repeats, clear)
     timings.seconds |= seconds
     lengths = [len(s.response_ids) for s in samples]
-    say(f"\nlate       {len(lengths)} responses of {sum(lengths) / len(lengths):.1f} tokens, at most {max(lengths)}")
-    say(f"  update           {spread(seconds['late update'])}   the {len(trained)} of them that have a gradient")
-    if bench is None:
-        return
+    mean = sum(lengths) / len(lengths)
+    say(f"\nlate       {len(lengths)} responses of {mean:.1f} tokens, at most {max(lengths)}")
+    say(f"  update           {spread(seconds['late update'])}   {len(trained)} of them have a gradient")
+
+
+def time_late_sampling(bench: Bench, problems, samples: list[Sample], args: Args, timings: Timings) -> None:
+    """Time the sampling of responses of these lengths. Raises RuntimeError where others come."""
+    lengths = [len(s.response_ids) for s in samples]
     work = partial(bench.by_lengths, problems, args.num_samples_per_prompt_rollout, lengths)
     seconds, results = alternate({"late generate": work}, args.repeats, bench.forget_prompts)
-    if sorted(results["late generate"]) != sorted(lengths):
-        raise RuntimeError(f"other lengths came than were asked for: {results['late generate']}")
+    arrived = results["late generate"]
+    if sorted(arrived) != sorted(lengths):
+        raise RuntimeError(f"lengths {arrived} came, {lengths} were asked for")
     timings.seconds |= seconds
     say(f"  generate         {spread(seconds['late generate'])}")
 
 
 def with_gradient(samples: list[Sample]) -> list[Sample]:
     """Return the samples of the first quarter of the groups."""
-    groups = 1 + max(s.prompt_id for s in samples)
-    return [s for s in samples if s.prompt_id < max(1, groups // 4)]
+    groups = len(unique_prompts(samples))
+    trained = max(1, groups // 4)
+    return [s for s in samples if s.prompt_id < trained]
 
 
 def time_decode_steps(bench: Bench, problems: list[Problem], args: Args, timings: Timings) -> None:
@@ -415,11 +433,16 @@ def time_decode_steps(bench: Bench, problems: list[Problem], args: Args, timings
         group = count // len(chosen)
         if cap == few or group * len(chosen) != count or group > args.num_samples_per_prompt_rollout:
             continue
-        ways = {length: partial(bench.by_tokens, chosen, group, length) for length in (few, cap)}
+        ways = {}
+        for length in (few, cap):
+            ways[length] = partial(bench.by_tokens, chosen, group, length)
         seconds, _ = alternate(ways, args.repeats, bench.forget_prompts)
-        found = [(a - b) / (cap - few) for a, b in zip(seconds[cap], seconds[few], strict=True)]
+        found = []
+        for long, short in zip(seconds[cap], seconds[few], strict=True):
+            found.append((long - short) / (cap - few))
         timings.seconds[f"decode {count}"] = found
-        say(f"  decode step      {spread([1000 * one for one in found], 'ms', 1)}   {count} sequences")
+        milliseconds = [1000 * one for one in found]
+        say(f"  decode step      {spread(milliseconds, 'ms', 1)}   {count} sequences")
 
 
 # -------------------------------------------------------------------------------------------------------- 6 the floor
@@ -453,6 +476,10 @@ class ModelSizes:
             cache_bytes=2 * config.num_hidden_layers * key_heads * width * model.dtype.itemsize,
         )
 
+    def step_bytes(self) -> int:
+        """Bytes of the weights that a decode step reads, whatever the batch."""
+        return self.weight_bytes * (self.blocks + self.head)
+
     def forward_flops(self, prompts: list[int], continued: list[tuple[int, int]], predicted: int) -> float:
         """FLOPs of a forward pass, counting only what a causal model cannot avoid.
 
@@ -471,15 +498,23 @@ class ModelSizes:
         return 2 * self.blocks * tokens + 2 * self.attention * squares + 2 * self.head * predicted
 
 
-def floors(
-    sizes: ModelSizes,
-    samples: list[Sample],
-    cap: int,
-    flops: float,
-    bandwidth: float,
-    slots: int,
-) -> dict[str, float]:
-    """Seconds that each phase needs at least, at ``flops`` FLOP/s and ``bandwidth`` bytes/s.
+@dataclass
+class Rates:
+    """What a machine can do, as measured."""
+
+    flops: float  # FLOP/s of matrix products
+    bandwidth: float  # bytes/s, read and written
+    slots: int  # sequences that the engine decodes at a time
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """Seconds at least of work that computes ``flops`` while it moves so many bytes."""
+        computing = flops / self.flops
+        moving = moved / self.bandwidth
+        return max(computing, moving)
+
+
+def floors(sizes: ModelSizes, samples: list[Sample], cap: int, rates: Rates) -> dict[str, float]:
+    """Seconds that each phase needs at least at these rates.
 
     * Backward is twice forward (gradients of inputs and of weights), so an update is three forward passes. The last
       token of a response predicts nothing and need not be computed.
@@ -487,61 +522,73 @@ def floors(
     * AdamW reads weight, gradient and two moments in fp32 (16 bytes) and writes weight and moments (12), plus the bf16
       copy (2) if there is one. A push reads and writes each weight once.
     """
-    every_prompt = [len(s.prompt_ids) for s in samples]
-    unique_prompts = [len(s.prompt_ids) for s in samples if s.sample_id == 0]
-    trained = sum(len(s.response_ids) for s in samples)
-    computed = [(len(s.prompt_ids), len(s.response_ids) - 1) for s in samples]
-    shared_flops = 3 * sizes.forward_flops(unique_prompts, computed, trained)
+    unique = unique_prompts(samples)
+    every_prompt = []
+    computed = []
+    trained = 0
+    for sample in samples:
+        prompt = len(sample.prompt_ids)
+        response = len(sample.response_ids)
+        every_prompt.append(prompt)
+        computed.append((prompt, response - 1))
+        trained += response
+    shared_flops = 3 * sizes.forward_flops(unique, computed, trained)
     padded_flops = 3 * sizes.forward_flops(every_prompt, computed, trained)
-
     adamw_bytes = 28 if sizes.weight_bytes == 4 else 30
     return {
-        "generate": sampling_floor(sizes, samples, [cap] * len(samples), flops, bandwidth, slots),
-        "shared": shared_flops / flops,
-        "padded": padded_flops / flops,
-        "optimizer": adamw_bytes * sizes.parameters / bandwidth,
-        "push": 2 * sizes.weight_bytes * sizes.parameters / bandwidth,
+        "generate": sampling_floor(sizes, samples, [cap] * len(samples), rates),
+        "shared": rates.seconds(shared_flops, 0),
+        "padded": rates.seconds(padded_flops, 0),
+        "optimizer": rates.seconds(0, adamw_bytes * sizes.parameters),
+        "push": rates.seconds(0, 2 * sizes.weight_bytes * sizes.parameters),
     }
 
 
-def sampling_floor(
-    sizes: ModelSizes, samples: list[Sample], lengths: list[int], flops: float, bandwidth: float, slots: int
-) -> float:
+def unique_prompts(samples: list[Sample]) -> list[int]:
+    """Return the length of each group's prompt."""
+    return [len(s.prompt_ids) for s in samples if s.sample_id == 0]
+
+
+def sampling_floor(sizes: ModelSizes, samples: list[Sample], lengths: list[int], rates: Rates) -> float:
     """Seconds that sampling responses of these ``lengths`` to the prompts of ``samples`` takes at least.
 
     Each prompt is computed once, then every response token but the last. A decode step reads the weights of blocks and
-    head, whatever the batch, and the caches, of P + C/2 tokens on average; each filling of the engine's ``slots`` takes
-    as many steps as its longest response. Decoding takes the longer of its FLOPs and its bytes.
+    head, whatever the batch, and the caches, of P + C/2 tokens on average; each filling of the engine's slots takes as
+    many steps as the longest response. Decoding takes the longer of its FLOPs and its bytes.
     """
-    prompts = [len(s.prompt_ids) for s in samples]
-    steps = [length - 1 for length in lengths]
-    fillings = -(-len(samples) // slots)
-    read_weights = sizes.weight_bytes * (sizes.blocks + sizes.head) * max(steps) * fillings
-    read_caches = sizes.cache_bytes * sum(p * n + n**2 / 2 for p, n in zip(prompts, steps, strict=True))
-    decode_flops = sizes.forward_flops([], list(zip(prompts, steps, strict=True)), sum(steps))
-    unique_prompts = [len(s.prompt_ids) for s in samples if s.sample_id == 0]
-    prefill_flops = sizes.forward_flops(unique_prompts, [], len(samples))
-    return prefill_flops / flops + max(decode_flops / flops, (read_weights + read_caches) / bandwidth)
+    decoded = []
+    moved = 0.0
+    for sample, length in zip(samples, lengths, strict=True):
+        before = len(sample.prompt_ids)
+        steps = length - 1
+        decoded.append((before, steps))
+        moved += sizes.cache_bytes * steps * (before + steps / 2)
+    fillings = -(-len(samples) // rates.slots)
+    moved += sizes.step_bytes() * fillings * (max(lengths) - 1)
+    unique = unique_prompts(samples)
+    prefill = sizes.forward_flops(unique, [], len(samples))
+    decode = sizes.forward_flops([], decoded, sum(lengths) - len(lengths))
+    return rates.seconds(prefill, 0) + rates.seconds(decode, moved)
 
 
-def late_floors(
-    sizes: ModelSizes, samples: list[Sample], bound: dict[str, float], flops: float, bandwidth: float, slots: int
-) -> dict[str, float]:
-    """Seconds at least of what ``time_late_step`` and the functions after it time; ``bound``: those of ``floors``.
+def late_floors(sizes: ModelSizes, samples: list[Sample], rates: Rates) -> dict[str, float]:
+    """Seconds at least of what section 5 and section 8 time.
 
     A pass over one token reads the weights of blocks and head forward and twice backward.
     """
     lengths = [len(s.response_ids) for s in samples]
-    found = {
-        "late update": floors(sizes, with_gradient(samples), max(lengths), flops, bandwidth, slots)["shared"],
-        "late generate": sampling_floor(sizes, samples, lengths, flops, bandwidth, slots),
-        "one token": bound["optimizer"] + 3 * sizes.weight_bytes * (sizes.blocks + sizes.head) / bandwidth,
+    found = floors(sizes, with_gradient(samples), max(lengths), rates)
+    late = {
+        "late update": found["shared"],
+        "late generate": sampling_floor(sizes, samples, lengths, rates),
+        "one token": found["optimizer"] + rates.seconds(0, 3 * sizes.step_bytes()),
     }
     for count in DECODED:
         some = [samples[i % len(samples)] for i in range(count)]
-        two, one = (sampling_floor(sizes, some, [n] * count, flops, bandwidth, slots) for n in (3, 2))
-        found[f"decode {count}"] = two - one
-    return found
+        three = sampling_floor(sizes, some, [3] * count, rates)
+        two = sampling_floor(sizes, some, [2] * count, rates)
+        late[f"decode {count}"] = three - two
+    return late
 
 
 def print_floors(bound: dict[str, float], timings: Timings) -> None:
@@ -579,9 +626,13 @@ class Operator:
     def product(self) -> tuple[int, int, int, int] | None:
         """(matrices, rows, inner, columns) where it multiplies matrices, else None."""
         match self.name, self.inputs:
-            case ("aten::mm", [[m, k], [_, n]]) | ("aten::addmm", [_, [m, k], [_, n], *_]):
+            case "aten::mm", [[m, k], [_, n]]:
                 return 1, m, k, n
-            case ("aten::bmm", [[b, m, k], [_, _, n]]) | ("aten::baddbmm", [_, [b, m, k], [_, _, n], *_]):
+            case "aten::addmm", [_, [m, k], [_, n], *_]:
+                return 1, m, k, n
+            case "aten::bmm", [[b, m, k], [_, _, n]]:
+                return b, m, k, n
+            case "aten::baddbmm", [_, [b, m, k], [_, _, n], *_]:
                 return b, m, k, n
             case "_C::onednn_mm", [[m, n], [_, k], *_]:  # vLLM's; the output comes first, the packed weights hide
                 return 1, m, k, n
@@ -656,14 +707,17 @@ def time_deepspeed_step(
     device = policy.model.device
     accelerator = deepspeed_zero.make_accelerator(run, dtype, device)
     optimizer = utils.make_optimizer(policy.parameters(), 0.0, run)
-    policy = deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
+    prepared = accelerator.prepare(policy, optimizer)
+    policy = deepspeed_zero.dedupe_fp32_weights(prepared[0])
     one = dataclasses.replace(sample, response_ids=sample.response_ids[:1], sampler_logprobs=[0.0])
     (mb,) = batching.micro_batches(
         [one], [0], layout="shared", budget=args.micro_batch_tokens, rank=0, world_size=1, device=device
     )
 
     def step() -> None:
-        deepspeed_zero.backward(policy, 0.0 * policy(mb)[0].sum(), True)
+        logprobs_T = policy(mb)[0]
+        loss = 0.0 * logprobs_T.sum()
+        deepspeed_zero.backward(policy, loss, True)
 
     step()  # the first one allocates the moments
     timings.seconds["one token"] = timed_repeatedly(step, max(5, args.repeats))
@@ -750,17 +804,18 @@ def main(args: Args) -> None:
 
     # 5 when the task is learned
     late = fixed_samples(problems, group, cap, len(tokenizer), LATE)
-    time_late_step(policy, bench, late, problems, args, timings)
+    time_late_update(policy, late, args, timings)
     if bench is not None:
+        time_late_sampling(bench, problems, late, args, timings)
         time_decode_steps(bench, problems, args, timings)
 
     # 6 the floor, at the better of the rates before and after: another program may have been busy during one of them
     flops_after, bandwidth_after = machine_rates(device, dtype)
     flops = max(flops, flops_after)
     bandwidth = max(bandwidth, bandwidth_after)
-    slots = sizes.vllm_max_num_seqs
-    bound = floors(ModelSizes.of(model), samples, cap, flops, bandwidth, slots)
-    bound |= late_floors(ModelSizes.of(model), late, bound, flops, bandwidth, slots)
+    rates = Rates(flops, bandwidth, sizes.vllm_max_num_seqs)
+    bound = floors(ModelSizes.of(model), samples, cap, rates)
+    bound |= late_floors(ModelSizes.of(model), late, rates)
     say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
     print_floors(bound, timings)
 

@@ -223,7 +223,7 @@ def floor(dtype: str, cells: dict[str, dict]) -> None:
             for k in range(cell["group"]):
                 samples.append(Sample(place, k, problem.prompt_ids, [0] * cell["length"], [], "length", []))
         sizes = benchmark.ModelSizes.of(model)
-        bound = benchmark.floors(sizes, samples, cell["length"], flops, bandwidth, slots=len(samples))
+        bound = benchmark.floors(sizes, samples, cell["length"], benchmark.Rates(flops, bandwidth, slots=len(samples)))
         bound["parameters"] = sizes.parameters
         floors[name] = bound
     found = {

@@ -111,16 +111,18 @@ def test_a_decode_step_reads_the_weights_once_and_each_cache(tiny_model):
     problems = [SimpleNamespace(prompt_ids=[1] * 10) for _ in range(2)]
     samples = benchmark.fixed_samples(problems, 2, 32, 100, benchmark.LATE)
     weights = sizes.weight_bytes * (sizes.blocks + sizes.head)
+    rates = benchmark.Rates(flops=1e30, bandwidth=1.0, slots=64)
 
     def seconds(lengths):
-        return benchmark.sampling_floor(sizes, samples[: len(lengths)], lengths, 1e30, 1.0, slots=64)
+        return benchmark.sampling_floor(sizes, samples[: len(lengths)], lengths, rates)
 
     assert seconds([5]) == pytest.approx(4 * weights + sizes.cache_bytes * (4 * 10 + 4**2 / 2))
     assert seconds([5, 5]) - seconds([5]) == pytest.approx(sizes.cache_bytes * 48)
     assert seconds([9, 5]) - seconds([9]) == pytest.approx(sizes.cache_bytes * 48)
-    found = benchmark.late_floors(sizes, samples, {"optimizer": 0.0}, 1e30, 1.0, 64)
+    found = benchmark.late_floors(sizes, samples, rates)
     assert found["decode 1"] == pytest.approx(weights + sizes.cache_bytes * (10 + 1.5))
-    assert found["one token"] == pytest.approx(3 * weights)
+    adamw = benchmark.floors(sizes, samples, 32, rates)["optimizer"]
+    assert found["one token"] == pytest.approx(adamw + 3 * weights)
     assert [s.prompt_id for s in benchmark.with_gradient(samples)] == [0, 0]
 
 
