@@ -293,7 +293,7 @@ class Bench:
         return self.by_lengths(problems, group, [length] * len(problems) * group)
 
     def by_lengths(self, problems: list[Problem], group: int, lengths: list[int]) -> list[int]:
-        """Response lengths, in the order in which they arrive. ``lengths``: the exact length of every response."""
+        """Return the response lengths in the order in which they arrive; ``lengths`` are the exact ones to ask for."""
         requests = {}
         for i, length in enumerate(lengths):
             own = requests.setdefault(length, [])
@@ -500,7 +500,7 @@ class ModelSizes:
 
 @dataclass
 class Rates:
-    """What a machine can do, as measured."""
+    """The measured rates of a machine, and the number of sequences that it decodes at a time."""
 
     flops: float  # FLOP/s of matrix products
     bandwidth: float  # bytes/s, read and written
