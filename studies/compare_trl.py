@@ -7,18 +7,18 @@
     python studies/compare_trl.py --json bf16.json --also fp32.json --markdown docs/evidence/performance.md    of two
 
 Parts: ``quickstart``, the shape of ``python grpo.py`` at its start, also against TRL's defaults; ``late``, its shape
-when it has learned the task: the model of a finished quickstart, whose responses are short, and two groups of eight
-that have a gradient; ``async``, the first with ``--async_steps 1`` as well; ``allocator``, the first against a TRL
-whose process has the memory allocator of grpo.py; ``equal``, with responses of equal length; ``table``, response
-lengths and groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
+when it has learned the task: the model of a finished quickstart, whose responses are short, and a quarter of the groups
+with a gradient; ``async``, the first with ``--async_steps 1`` as well; ``allocator``, the first against a TRL whose
+process has the memory allocator of grpo.py; ``equal``, with responses of equal length; ``table``, response lengths and
+groups on a smaller model; ``ranks``, ours on 1 and 2 ranks; ``size``, the quickstart's model and a 0.5B.
 
 * In the first four responses end by themselves, as in a run: some after a few tokens, some at the limit. The weights
   hardly change, so all sides draw from one distribution; the mean numbers of tokens they drew are printed, and must
   agree within --tolerance.
 * In all other parts every response has exactly the same number of tokens: grpo.py ignores EOS, TRL's ``generate`` may
   not choose it. That both computed the same number of prompt and response tokens is checked in every step.
-* Rewards are a hash of the text, so that each group has a gradient (in ``late`` two groups); one optimizer step per
-  batch, beta 0, AdamW.
+* Rewards are a hash of the text, so that each group has a gradient (in ``late`` a quarter of them); one optimizer step
+  per batch, beta 0, AdamW.
 * tuned: no gradient checkpointing, weights in --dtype without fp32 masters (grpo.py has them), the micro-batch and the
   attention that are fastest here in a trial of each in the first shape; on a GPU also vLLM in the process, without
   sleep mode and importance correction. It takes no CPU vLLM: there it samples by transformers.
@@ -664,7 +664,7 @@ def measurement_lines(results: dict) -> list[str]:
     ]
     titles = {
         "quickstart": "The quickstart's shape",
-        "late": "Its shape when the task is learned: short responses, two of eight groups with a gradient",
+        "late": "Its shape when the task is learned: short responses, a quarter of the groups with a gradient",
         "async": "The same, asynchronous",
         "allocator": "The same, TRL with the allocator of grpo.py",
         "equal": "Responses of equal length",
@@ -739,7 +739,7 @@ def measure_all(args: Args, results: dict, folder: Path) -> None:
         train_quickstart(folder, args).rename(late)
     rows = {}
     for cell in todo:
-        trained = cell.prompts // 4 if cell.part == "late" else cell.prompts
+        trained = max(1, cell.prompts // 4) if cell.part == "late" else cell.prompts
         rows[cell.name()] = write_rows(cell.prompts, trained, folder)
     shapes = {}
     for cell in todo:
