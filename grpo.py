@@ -128,7 +128,7 @@ class Args(flags.RunFlags):
     """FREQ ALPHA: every FREQ steps, set the reference to ALPHA * policy + (1 - ALPHA) * reference. Default: off."""
 
     # ---- optimizer
-    learning_rate: float = 3.5e-5
+    learning_rate: float = 3e-5
     """Peak learning rate. 1e-6 is usual for models of 0.5B parameters and more."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
@@ -551,7 +551,7 @@ def main(args: Args, ready: Ready | None) -> None:
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
     policy = deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
-
+    deepspeed_zero.dither_masters(policy)  # bf16: small updates count from the first step on
     kl = utils.make_kl(args)  # has the coefficients kl.loss and kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None

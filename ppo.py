@@ -155,7 +155,7 @@ class Args(flags.RunFlags):
     increase over the score before. none: the last token gets the complete reward."""
 
     # ---- optimizer
-    learning_rate: float = 3.5e-5
+    learning_rate: float = 3e-5
     """Peak learning rate. 1e-6 is usual for models of 0.5B parameters and more."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
@@ -446,15 +446,15 @@ def make_critic(args: Args, run: utils.Run, vocabulary: int):
     size = model.config.get_text_config().vocab_size
     if size != vocabulary:
         process.refuse(f"{flag}={args.model_name_or_path}: {size} tokens, the policy has {vocabulary}")
-    longest = args.max_prompt_length + args.max_response_length
     checked = utils.TokenLogprobs(model.to(run.device), 1.0, run.sizes.logprob_chunk)
-    utils.check_forward(checked, run.layout, 0, longest)
+    utils.check_forward(checked, run.layout, 0, args.max_prompt_length + args.max_response_length)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = TokenValues(model, saving.saved_head(args.model, model)).to(run.device)
     config = deepspeed_zero.deepspeed_config(args, run.dtype, run.device.type == "cuda")
     optimizer = utils.make_optimizer(critic.parameters(), args.learning_rate, args)
-    return deepspeed_zero.dedupe_fp32_weights(deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0])
+    engine = deepspeed.initialize(model=critic, optimizer=optimizer, config=config)[0]
+    return deepspeed_zero.dither_masters(deepspeed_zero.dedupe_fp32_weights(engine))
 
 
 @torch.no_grad()
@@ -787,11 +787,11 @@ def main(args: Args, ready: Ready | None) -> None:
     policy = utils.prepare_policy(model, args, run, stop_ids[0])
     optimizer = utils.make_optimizer(policy.parameters(), args.learning_rate, args)
     policy = deepspeed_zero.dedupe_fp32_weights(accelerator.prepare(policy, optimizer)[0])
+    deepspeed_zero.dither_masters(policy)  # bf16: small updates count from the first step on
     critic = None
     if not args.disable_value:
         critic = make_critic(critic_args, run, model.config.get_text_config().vocab_size)
     normalizer = ValueNormalizer(args.value_norm, args.value_norm_beta, args.value_norm_eps)
-
     kl = utils.make_kl(args)  # has the coefficients kl.loss and kl.reward
     full_in_loss = reference if kl.loss > 0 and args.kl_estimator == "full" else None
     full_in_reward = reference if kl.reward > 0 and args.kl_reward_estimator == "full" else None

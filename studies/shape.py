@@ -36,7 +36,7 @@ BUDGETS = {
     "runtime/grading": 3020,
     "runtime/data": 1925,
     "runtime/arguments": 1220,
-    "runtime/training": 1975,
+    "runtime/training": 2000,
     "runtime/environments": 1120,
     "runtime/engine": 1485,
     "runtime/run": 2515,

@@ -342,7 +342,7 @@ HARMLESS = [
     ),
     harmless("weights by a loop", ("weights = [0.0] * len(samples)", "weights = [0.0 for _ in samples]")),
     harmless("another default", ("clip_higher: float = 0.2", "clip_higher: float = 0.28")),
-    harmless("another learning rate", ("learning_rate: float = 3.5e-5", "learning_rate: float = 1e-5")),
+    harmless("another learning rate", ("learning_rate: float = 3e-5", "learning_rate: float = 1e-5")),
     harmless(
         "comments and docstrings",
         (

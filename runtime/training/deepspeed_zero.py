@@ -15,6 +15,8 @@ from runtime.system import process
 from runtime.training.memory import reduce_bucket
 
 PLACES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_CPU_AFFINITY")
+# DeepSpeed's names of the fp32 master weights of a rank: ZeRO 1 and 2, 1 in bf16, and 3.
+MASTERS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_partitioned_groups_flat")
 NamedWeights = list[tuple[str, torch.Tensor]]
 
 
@@ -228,6 +230,26 @@ def dedupe_fp32_weights(engine):
                 master.data = weights.data
             zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
     process.trim_heap()  # partitioning leaves gaps nearly as large as the optimizer's states
+    return engine
+
+
+@torch.no_grad()
+def dither_masters(engine):
+    """Add noise to the fp32 master weights of a bf16 engine, which leaves its bf16 weights as they are. Returns it.
+
+    At first the masters of a bf16 checkpoint are bf16 numbers. A bf16 weight then stays the same until its updates add
+    up to half the distance to the next number: a weight of 0.02, for 60 steps of 1e-6. With uniform noise of at most
+    that half, a weight changes with a probability of update / distance: on average it moves as in fp32, from the first
+    step on. docs/evidence/README.md compares runs. A resumed run gets the masters of its checkpoint.
+    """
+    if not engine.bfloat16_enabled():
+        return engine
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    for master in next(getattr(engine.optimizer, name) for name in MASTERS if hasattr(engine.optimizer, name)):
+        for weights in master.data.split(2**22):
+            noise = torch.empty(weights.shape, dtype=torch.int32).random_(1 - 2**15, 2**15, generator=generator)
+            noise = noise.to(weights.device).masked_fill_(weights == 0, 0)  # -1 in the bits of zero would be a NaN
+            weights.view(torch.int32).add_(noise)
     return engine
 
 

@@ -69,8 +69,8 @@ def test_the_warm_up_of_a_run_is_a_fraction_of_its_optimizer_steps(tiny, tmp_pat
     """2 steps of 2 optimizer steps: half of them warm up, by 1/3 and 2/3; the third has the peak."""
     changes = {"num_mini_batches": 2, "warmup_steps": 0.5, "lr_scheduler_type": "constant", "eval_prompts": 0}
     first, last = run_here(tiny_args(tiny, tmp_path, entropy_coef=1e-3, **changes))
-    assert first["optim/lr"] == pytest.approx(3.5e-5 * 2 / 3, rel=1e-9)
-    assert last["optim/lr"] == pytest.approx(3.5e-5, rel=1e-9)
+    assert first["optim/lr"] == pytest.approx(3e-5 * 2 / 3, rel=1e-9)
+    assert last["optim/lr"] == pytest.approx(3e-5, rel=1e-9)
 
 
 def test_mini_batches_need_not_divide_the_prompts(tiny, tmp_path):

@@ -79,7 +79,7 @@ def test_the_quickstart_is_what_it_was(of, tiny):
 
 @pytest.mark.parametrize(
     ("parameters", "rates"),
-    [(1.35e8, (3.5e-5, 1e-4)), (3.6e8, (5e-6, 3e-5)), (4.9e8, (1e-6, 1e-5)), (7.6e9, (1e-6, 1e-5))],
+    [(1.35e8, (3e-5, 1e-4)), (3.6e8, (5e-6, 3e-5)), (4.9e8, (1e-6, 1e-5)), (7.6e9, (1e-6, 1e-5))],
 )
 def test_the_rate_follows_from_the_size_of_the_model(parameters, rates, monkeypatch):
     """Of policy and critic; what is given, by flag or preset, stays. 20 steps are the quickstart's alone."""
