@@ -35,10 +35,7 @@ from runtime.system import process
 from runtime.system.process import refuse, resident_bytes
 from runtime.system.watchdog import Watch
 from runtime.training import deepspeed_zero, pretrained
-from runtime.training.attention import (
-    attention_inputs,
-    check_mask_size,
-)
+from runtime.training.attention import attention_inputs, check_mask_size
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
 from runtime.training.memory import FULL_KL_SAMPLES, Sizes, logit_block
 
@@ -568,8 +565,9 @@ def moving_reference(reference: TokenLogprobs | None, args) -> MovingReference |
 
 def gather_samples(mine: list[Sample]) -> list[Sample]:
     """Return the samples of all ranks, ordered by prompt and sample number: the same list on every rank."""
-    parts: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, mine)
+    parts = [mine] * torch.distributed.get_world_size()
+    if len(parts) > 1:  # gloo would copy them with threads of its own (process.end_openmp_threads)
+        torch.distributed.all_gather_object(parts, mine)
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt_id, s.sample_id))
 
 

@@ -32,7 +32,7 @@ NOT_CODE = (
 # Lines at most. Whoever needs more takes as much out of the same package, or moves the limit in a commit that names
 # what it pays for: a row of docs/evidence/flags.md, or what a user asked for.
 BUDGETS = {
-    "runtime/system": 2820,
+    "runtime/system": 2850,
     "runtime/grading": 3020,
     "runtime/data": 1925,
     "runtime/arguments": 1220,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import hashlib
 import io
@@ -479,6 +480,27 @@ def trim_heap() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+@functools.cache
+def openmp() -> ctypes.CDLL | None:
+    """Return PyTorch's OpenMP library if it is GNU's, else None. Call it after the import of PyTorch."""
+    maps = Path("/proc/self/maps")
+    files = [line.split()[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
+    found = [ctypes.CDLL(file) for file in dict.fromkeys(files) if "/torch" in file and "libgomp" in file]
+    return next((library for library in found if hasattr(library, "omp_pause_resource_all")), None)
+
+
+def end_openmp_threads() -> None:
+    """End the threads that compute for this thread; its next computation starts new ones, in 0.1 ms.
+
+    GNU's OpenMP counts the threads of the trainer and of the engine. Where they are more than cores, all of them sleep
+    between two operations instead of waiting in a loop, and a decoding step of one sequence takes twice as long. So
+    whichever of the two waits for the other ends its threads.
+    """
+    library = openmp()
+    if library is not None:
+        library.omp_pause_resource_all(1)  # omp_pause_soft
 
 
 def resident_bytes() -> int:

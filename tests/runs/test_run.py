@@ -665,3 +665,15 @@ def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, monkeypatch, 
     with pytest.raises(RuntimeError, match="--max_logprob_diff"):
         run_here(args)
     assert not (folder_of(args) / "metrics.jsonl").exists(), "a step was applied"
+
+
+def test_one_rank_gathers_no_samples(tiny, tmp_path, monkeypatch):
+    """gloo would copy them on threads of its own, which slow down those of trainer and engine."""
+    gather = torch.distributed.all_gather_object
+
+    def gather_facts(parts, mine):
+        assert not isinstance(mine, list) or not mine, "samples were gathered"
+        gather(parts, mine)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather_facts)
+    assert len(run_here(tiny_args(tiny, tmp_path, eval_prompts=0))) == 2
