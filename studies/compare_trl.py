@@ -628,7 +628,7 @@ def page(measurements: list[dict]) -> str:
         "data/compare_epyc_fp32.json data/compare.json data/compare_earlier.json data/compare_fp32.json",
         "data/compare_avx2.json --markdown performance.md`, with the paths of docs/evidence. The head of that script",
         "says what is held equal and how TRL is tuned; in the first file it has the options that the trials of the",
-        "second found. The ratios hold for these machines; measure your own.",
+        "second found, in the third those of earlier trials. The ratios hold for these machines; measure your own.",
         "",
         "Times are seconds. `log-probs` is what TRL does before the update besides sampling: batches, advantages, old",
         "log-probs where it needs them. Peak memory is the process's resident memory, on a GPU what torch allocated.",

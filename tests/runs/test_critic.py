@@ -197,6 +197,7 @@ def test_the_critic_is_checkpointed_as_its_flag_says(tiny, tmp_path, monkeypatch
     """Memory alone shows it in a run: --gradient_checkpointing also applies to the critic, and its default does not."""
     monkeypatch.setattr(deepspeed, "initialize", lambda model, **_: [model])
     monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", lambda engine: engine)
+    monkeypatch.setattr(deepspeed_zero, "dither_masters", lambda engine: engine)
     args = tiny_args(tiny, tmp_path, "ppo", gradient_checkpointing=checkpointed)
     run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, attention="sdpa", layout="padded")
     run.tokenizer, run.sizes = AutoTokenizer.from_pretrained(tiny), memory.default_sizes(args, False)
