@@ -1,4 +1,4 @@
-"""OpenMP's threads: whoever waits for a message ends its own, and nothing else in a run on one rank has any."""
+"""OpenMP's threads: a thread that waits for a message ends those that compute for it, and no others."""
 
 from __future__ import annotations
 
