@@ -353,6 +353,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             while (left.total() == 0 or not inbox.empty()) if reads_at_once else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
+                        release_vllm(llm)
                         return episodes.close()
                     case ("weights", version, weights):
                         if asleep:  # allocate only the weights: the push needs memory too, so the KV cache comes later
@@ -505,13 +506,7 @@ def select(
 
 
 def evaluate(
-    step: int,
-    engine: Engine,
-    verifiers: Verifiers,
-    problems: list[Problem],
-    log,
-    clock: utils.Stopwatch,
-    args: Args,
+    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, clock: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
@@ -718,3 +713,4 @@ def main(args: Args, ready: Ready | None) -> None:
 
 if __name__ == "__main__":
     main(args, ready)
+    process.exit_at_once()

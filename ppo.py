@@ -179,7 +179,8 @@ class Args(flags.RunFlags):
 def check_args(args: Args) -> None:
     """Reject settings that PPO does not support or that would silently misbehave; see also ``checks.check``."""
     mask = args.importance_sampling_mask
-    if args.num_samples_per_prompt_rollout == 1 and (args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0):
+    drops_groups = args.filter_zero_std_samples or args.dynamic_sampling_rounds > 0
+    if args.num_samples_per_prompt_rollout == 1 and drops_groups:
         process.refuse(
             "--num_samples_per_prompt_rollout 1: --filter_zero_std_samples and --dynamic_sampling_rounds would drop "
             "every prompt, since a group of one has zero variance; use at least 2"
@@ -192,9 +193,12 @@ def check_args(args: Args) -> None:
         process.refuse(f"--clip_ratio_c {args.clip_ratio_c}: must be above 1, or a ratio of 1 is clipped; 3 is usual")
     if mask is not None and not 0 <= mask[0] < 1 < mask[1] < math.inf:
         process.refuse(f"--importance_sampling_mask {mask}: LOW must be in [0, 1) and HIGH above 1, e.g. 0.5 5")
-    if args.disable_value and (args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()):
+    needs_critic = args.bootstrap_truncated or args.critic_warmup > 0 or args.critic != ()
+    if args.disable_value and needs_critic:
         process.refuse("--bootstrap_truncated, --critic_warmup and --critic need a critic; drop --disable_value")
-    steps = flags.total_steps(args, 0) if args.total_epochs is None else math.inf  # epochs: unknown before data is read
+    steps = math.inf  # of epochs: unknown before data is read
+    if args.total_epochs is None:
+        steps = flags.total_steps(args, 0)
     if args.critic_warmup >= max(1, steps):
         process.refuse(f"--critic_warmup {args.critic_warmup} leaves none of the {steps} steps to train the policy")
     if 0 in (args.critic_learning_rate, args.value_clip):
@@ -588,6 +592,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
             while (left.total() == 0 or not inbox.empty()) if reads_at_once else left[until] == 0:
                 match inbox.get():
                     case ("stop",):
+                        release_vllm(llm)
                         return episodes.close()
                     case ("weights", version, weights):
                         if asleep:  # allocate only the weights: the push needs memory too, so the KV cache comes later
@@ -740,13 +745,7 @@ def select(
 
 
 def evaluate(
-    step: int,
-    engine: Engine,
-    verifiers: Verifiers,
-    problems: list[Problem],
-    log,
-    clock: utils.Stopwatch,
-    args: Args,
+    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, clock: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
@@ -1013,3 +1012,4 @@ def main(args: Args, ready: Ready | None) -> None:
 
 if __name__ == "__main__":
     main(args, ready)
+    process.exit_at_once()

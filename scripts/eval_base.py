@@ -100,3 +100,4 @@ def main(path: Path, words: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2:])
+    process.exit_at_once()

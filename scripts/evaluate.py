@@ -347,3 +347,4 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
 
 if __name__ == "__main__":
     main(args, output, problems, path)
+    process.exit_at_once()

@@ -5,6 +5,7 @@ For tests that compare what runs have left. Those of signals, of launchers and o
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -131,6 +132,7 @@ def import_libraries(vllm: bool) -> None:
 
 def be_rank(order: dict, rank: int, port: int) -> int:
     """In a fork: what ``python SCRIPT ...`` does, as one of several ranks where there are; its exit code."""
+    atexit._clear()  # they are this process's; a script runs its own as it exits
     out = os.open(f"{order['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)

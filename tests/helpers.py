@@ -588,9 +588,6 @@ def end_engine(inbox, thread: threading.Thread) -> None:
     from deepspeed.utils import groups
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from runtime.engine.weights import release_vllm
-
-    inbox.put(("call", release_vllm))
     inbox.put(("stop",))
     thread.join(timeout=60)
     assert not thread.is_alive()

@@ -1,4 +1,4 @@
-"""A start neither imports the script in verifier processes nor collects garbage among its imports."""
+"""A start does not import the script in verifier processes and collects no garbage; an end frees nothing."""
 
 from __future__ import annotations
 
@@ -56,6 +56,27 @@ def test_no_garbage_is_collected_while_an_engine_is_built():
     with pytest.raises(RuntimeError, match="engine"), process.without_collections():
         raise RuntimeError("no engine")
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("ends, left", [("process.exit_at_once()", []), ("", ["freed"])])
+def test_a_program_exits_at_once(ends, left):
+    """Its output, which is no terminal, is written, and what it registered for its exit runs; no object is freed."""
+    program = f"""
+import atexit
+import os
+from runtime.system import process
+
+class Freed:
+    def __del__(self):
+        os.write(1, b"freed\\n")
+
+kept = Freed()
+atexit.register(print, "registered")
+print("result")
+{ends}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, ["result", "registered", *left]), done.stderr
 
 
 @pytest.mark.slow

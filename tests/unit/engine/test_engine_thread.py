@@ -47,6 +47,12 @@ class Noting:
         self.llm_engine = self
         self.calls: list[tuple] = []
         self.waiting: list[str] = []
+        self.shutdowns = 0
+        core = SimpleNamespace(model_executor=SimpleNamespace(shutdown=self.shut_down))
+        self.engine_core = SimpleNamespace(_finalizer=SimpleNamespace(detach=lambda: None), engine_core=core)
+
+    def shut_down(self):
+        self.shutdowns += 1
 
     def set_weight_version(self, version):
         self.calls.append(("version", version))
@@ -139,7 +145,7 @@ def test_an_engine_that_failed_is_released_before_its_error_is_told(script, monk
 
 
 @SCRIPTS
-def test_an_engine_that_stops_ends_the_processes_of_its_episodes(script, monkeypatch, tiny):
+def test_an_engine_that_stops_is_released_and_ends_the_processes_of_its_episodes(script, monkeypatch, tiny):
     """Batch 0 is whole, and a tool of batch 1 is under way. The program that stops the engine may live on."""
     game = f"{ROOT / 'tests' / 'environments.py'}:Late"
     args = script.Args(model_name_or_path=str(tiny), environment=game, async_steps=1, inflight_updates="keep")
@@ -147,8 +153,10 @@ def test_an_engine_that_stops_ends_the_processes_of_its_episodes(script, monkeyp
     monkeypatch.setattr(script, "Episodes", lambda given: made.append(Episodes(given)) or made[0])
     long = [((0, 0), [1, 2], 3, {"answer": "none", "seconds": 600.0})]
     messages = [("generate", 1, long, SAMPLING), ("generate", 0, [((0, 0), [1, 2], 3)], SAMPLING), ("until", 0)]
-    found = converse(script, monkeypatch, Noting(), *messages, args=args)
+    llm = Noting()
+    found = converse(script, monkeypatch, llm, *messages, args=args)
     assert [message[:2] for message in found] == [("ready",), ("sample", 0)]
+    assert llm.shutdowns == 1
     (waits,) = made[0].aside
     assert waits.worker is None and not made[0].played
 
