@@ -191,9 +191,8 @@ def measure(kind: str, name: str, script: str, ranks: int, words: tuple[str, ...
 
 # --------------------------------------------------------------------------------------------------- the quickstart's
 
-# Micro-batches of one size on all machines, which would choose it by their rates.
 QUICKSTART = (
-    *("--total_steps", "2", "--eval_prompts", "0", "--seed", "1", "--micro_batch_tokens", "1024"),
+    *("--total_steps", "2", "--eval_prompts", "0", "--seed", "1"),
     *("--save_minutes", "0", "--overwrite", "--run_name", "measured"),
 )
 MEASURED = ("generate", "update", "push")  # phases
@@ -235,6 +234,8 @@ def run_quickstart(words: list[str]) -> None:
     ready = grpo.preflight(args)
     heap = HeapWatch()
     timed = utils.Stopwatch.__call__
+    predict = memory.predict
+    bounds = []
 
     def noted_after(part: str, function):
         def wrapped(*arguments):
@@ -254,8 +255,13 @@ def run_quickstart(words: list[str]) -> None:
             parts[f"{phase}: the most"] = resident("VmHWM")
             parts[f"{phase}: in use of the heap, the most"] = heap.most
 
+    def noted_bound(*arguments):
+        bounds.append(predict(*arguments))
+        return bounds[-1]
+
     def end(log, metrics, samples, problems):
         if metrics["step"] == args.total_steps:
+            parts["the bound"] = bounds[-1].peak
             (log.folder / "parts.json").write_text(json.dumps(parts))
             os._exit(0)
 
@@ -263,13 +269,13 @@ def run_quickstart(words: list[str]) -> None:
     utils.prepare_policy = noted_after("the trainer's weights, read and checked", utils.prepare_policy)
     deepspeed_zero.dedupe_fp32_weights = noted_after("DeepSpeed", deepspeed_zero.dedupe_fp32_weights)
     utils.Stopwatch.__call__ = noted
+    memory.predict = noted_bound  # the header of a run calls it with the sizes that the run has chosen
     logger.RunLog.step = end
     grpo.main(args, ready)
 
 
 def quickstart(dtype: str, folder: Path) -> dict[str, float]:
     """Return the GiB of each part of a run, by name, and of the bound. Raises RuntimeError if the run fails."""
-    import grpo
 
     (folder / "coin.py").write_text(COIN)
     words = [*QUICKSTART, "--dtype", dtype, "--verifier", f"{folder / 'coin.py'}:coin", "--output_dir", str(folder)]
@@ -278,10 +284,7 @@ def quickstart(dtype: str, folder: Path) -> dict[str, float]:
     file = folder / "measured" / "parts.json"
     if done.returncode != 0 or not file.exists():
         raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    args = flags.parse(grpo.Args, words=words)
-    model = memory.read_model(ModelName(str(PROJECT / args.model_name_or_path), None))
-    bound = memory.predict(args, model, memory.Setting(1, dtype == "bfloat16")).peak
-    return {name: size / 2**30 for name, size in (json.loads(file.read_text()) | {"the bound": bound}).items()}
+    return {name: size / 2**30 for name, size in json.loads(file.read_text()).items()}
 
 
 def quickstart_table(folder: Path) -> str:
