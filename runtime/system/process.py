@@ -39,7 +39,7 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 @contextlib.contextmanager
 def alone(lock: Path, words: str) -> Iterator[None]:
-    """Run the body while this process, whose end releases ``lock``, alone holds it. Report for which lock it waits."""
+    """Run the body while this process alone holds ``lock``, which its end releases. Report which lock it waits for."""
     held = FileLock(lock)
     patience = 2.0
     while not held.is_locked:
@@ -120,7 +120,7 @@ def refuse(message: str, code: int = 2) -> NoReturn:
 
 
 def exit_at_once() -> NoReturn:
-    """Exit with code 0. Functions registered with ``atexit`` run; to free all objects would take Python 3 seconds."""
+    """Exit with code 0, after functions registered with ``atexit``. Skip freeing all objects, which takes 3 seconds."""
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by whoever started this program
         stream.flush()
@@ -420,7 +420,7 @@ def prepare_environment(dtype: str = "auto") -> None:
     time (two cores, fp32: 3.8 s, and 3.1 s when freed memory is kept, at the cost of one GB). ``Heap`` bounds what a
     long run would keep.
     """
-    gc.set_threshold(10_000)  # with 700, imports that make a million objects have them searched for garbage seven times
+    gc.set_threshold(10_000)  # with 700, the garbage collector searches the million objects of the imports seven times
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; the numbers are malloc.h's M_MMAP_MAX and M_TRIM_THRESHOLD
         libc.mallopt(-4, 0)

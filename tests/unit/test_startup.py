@@ -97,6 +97,19 @@ print("result")
     assert (done.returncode, done.stdout.split()) == (0, ["result", "registered", *left]), done.stderr
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
+def test_a_script_exits_at_once(script, tiny, tmp_path):
+    """Nothing runs after it in the interpreter that ran it."""
+    program = (
+        "import runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\nprint('AFTER')"
+    )
+    words = [script, "--model_name_or_path", str(tiny), "--dry_run", "--output_dir", str(tmp_path)]
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0 and "prompt  " in done.stdout and "AFTER" not in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_nothing_that_a_script_imports_starts_a_thread():
     """studies/run_many.py and tests/fault_injection.py fork what has imported a script; a fork has no other threads.
