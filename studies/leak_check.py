@@ -4,7 +4,7 @@
     python studies/leak_check.py --script ppo.py --async_steps 1    what it does not know goes to the script
 
 The run evaluates, saves and writes samples all along. After every step this program reads what the kernel says of the
-run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a tenth more than it had
+run's processes, and the run notes what malloc has in use: what it has freed it keeps, up to a fiftieth more than it had
 after its second step (system/process.py, Heap), and gaps between what stays are resident, too. A slope is that of a
 straight line through the means of twenty blocks of steps, without the first tenth; its interval is Student's over the
 blocks, 95 %. The exit code is 1 where memory in use, its jumps left out, files or threads rise by more than zero and by

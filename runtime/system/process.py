@@ -415,16 +415,11 @@ def prepare_environment(dtype: str = "auto") -> None:
     ``dtype``: ``--dtype``. vLLM's attention for fp32 on GPUs is a Triton kernel, which multiplies in tf32 by default:
     an error of 1e-3, where ``--max_logprob_diff`` allows 1e-4 nats. bf16 has no such products.
 
-    A step frees and allocates gradients and buffers as large as the model, several times. glibc returns them to the
-    kernel and gets them again page by page: half a million page faults per update of 135M parameters, a fifth of its
-    time (two cores, fp32: 3.8 s, and 3.1 s when freed memory is kept, at the cost of one GB). ``Heap`` bounds what a
-    long run would keep.
+    Freed memory is kept, because a step frees and allocates tensors as large as the model several times: to get them
+    from the kernel page by page took a fifth of an update (135M parameters in fp32, two cores). ``Heap`` bounds it.
     """
     gc.set_threshold(10_000)  # with 700, the garbage collector searches the million objects of the imports seven times
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc; the numbers are malloc.h's M_MMAP_MAX and M_TRIM_THRESHOLD
-        libc.mallopt(-4, 0)
-        libc.mallopt(-1, 2**31 - 1)
+    map_large_blocks(False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -432,6 +427,8 @@ def prepare_environment(dtype: str = "auto") -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process: no orphans, and weights by reference
         "TOKENIZERS_PARALLELISM": "false",  # its threads and the workers' spawn do not mix
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",  # products prepared for the shapes of a micro-batch: by default 1,024,
+        "LRU_CACHE_CAPACITY": "64",  # and as many by torch itself, each a quarter of a MiB and seldom used again
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where nvcc is found, vLLM would try and compile kernels at every start
         "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
         "RANK": "0",
@@ -456,32 +453,38 @@ def prepare_environment(dtype: str = "auto") -> None:
 class Heap:
     """Bounded cache of freed memory in the C heap (``prepare_environment``).
 
-    The tensors of a step have other sizes than those of the step before, and the gaps that one leaves between what
-    stays do not fit the next. With 135M parameters in bf16 a process grew from 6.3 to 11.2 GiB in 24 steps, of which
-    2.5 were in use between two steps.
+    The tensors of a step have other sizes than those of the step before, and do not fit the gaps between what stays.
+    The largest of what stays has pages of its own (``map_large_blocks``); the first step makes the last of it.
     """
 
-    GROWTH = 1.1  # the step after gaps were given back takes a second or more for page faults: not after every step
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.limit = math.inf  # bytes
+    GROWTH = 1.02  # the step after gaps were given back takes longer for page faults: not after every step
+    steps = 0
+    limit = math.inf  # bytes
 
     def bound(self) -> None:
-        """Trim the heap at the end of a step if the process has grown to ``GROWTH`` times its size in step 2."""
+        """Trim the heap at the end of step 1, and later if the process has outgrown its size in step 2."""
         self.steps += 1
-        if self.steps == 2:  # the first has made the optimizer's states
+        if self.steps == 1:
+            map_large_blocks(False)
+            trim_heap()
+        if self.steps == 2:
             self.limit = self.GROWTH * resident_bytes()
         if resident_bytes() > self.limit:
             trim_heap()
             self.limit = max(self.limit, self.GROWTH * resident_bytes())
 
 
+def map_large_blocks(wanted: bool) -> None:
+    """Make the C library give blocks of 32 MiB or more pages of their own, or take them from its heap like others."""
+    for option, value in ((-1, 2**31 - 1), (-3, 2**25), (-4, 2**16 * wanted)):
+        with contextlib.suppress(AttributeError):  # not glibc; M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX
+            ctypes.CDLL(None).mallopt(option, value)
+
+
 def trim_heap() -> None:
     """Give back the memory that was freed but kept (``prepare_environment``), where the C library can."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @functools.cache
@@ -497,18 +500,15 @@ def end_openmp_threads() -> None:
     """End the threads that compute for this thread; its next computation starts new ones, in 0.1 ms.
 
     GNU's OpenMP counts the threads of the trainer and of the engine. Where they are more than cores, all of them sleep
-    between two operations instead of waiting in a loop, and a decoding step of one sequence takes twice as long. So
-    whichever of the two waits for the other ends its threads.
+    between two operations, which can double the time of a decoding step. So whichever of the two waits ends its own.
     """
-    library = openmp()
-    if library is not None:
+    if library := openmp():
         library.omp_pause_resource_all(1)  # omp_pause_soft
 
 
 def resident_bytes() -> int:
     """Return the resident memory of this process, in bytes."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @contextlib.contextmanager

@@ -112,8 +112,7 @@ def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | 
 
 def _extremes(values_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the smallest and largest value of each block of places, [B, K] each. The last block may be short."""
-    missing = -values_BS.shape[1] % ROW_MULTIPLE
-    last_BX = values_BS[:, -1:].expand(-1, missing)
+    last_BX = values_BS[:, -1:].expand(-1, -values_BS.shape[1] % ROW_MULTIPLE)
     whole_BS = torch.cat([values_BS, last_BX], 1)
     blocks_BKX = whole_BS.unflatten(1, (-1, ROW_MULTIPLE))
     return blocks_BKX.amin(2), blocks_BKX.amax(2)
@@ -150,8 +149,7 @@ def grouped_attention(
     if attention_mask is not None:
         scores_BKGSS += attention_mask[:, :, None]
     weights_BKXS = scores_BKGSS.softmax(-1).flatten(2, 3)
-    output_BKXD = weights_BKXS @ value
-    output_BHSD = output_BKXD.unflatten(2, (group, length)).flatten(1, 2)
+    output_BHSD = (weights_BKXS @ value).unflatten(2, (group, length)).flatten(1, 2)
     return output_BHSD.transpose(1, 2).contiguous(), None
 
 

@@ -70,8 +70,7 @@ def flat(parts: list[np.ndarray], device: torch.device) -> torch.Tensor:
 def per_token(values: list[float], offsets: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Expand one value per sample to [N + 1]: the value of its sample for each token, and a 0 for idle tokens."""
     lengths = torch.tensor([*np.diff(offsets), 1])
-    whole = torch.tensor([*values, 0]).repeat_interleave(lengths)
-    return whole.to(device)
+    return torch.tensor([*values, 0]).repeat_interleave(lengths).to(device)
 
 
 class PrefixTree:

@@ -18,11 +18,10 @@ from pathlib import Path
 import torch
 
 ROWS, INNER, COLUMNS = 512, 576, 1536  # of the products that are timed: a layer of the quickstart's model
-ROUNDS = 5
 MARGIN = 1.4  # bf16 has to multiply so much faster: no machine that was measured is near it
 
 
-def product_rates(rounds: int = ROUNDS) -> dict[str, float]:
+def product_rates(rounds: int = 5) -> dict[str, float]:
     """Return the GFLOP/s of a matrix product in fp32 and in bf16 on one core, the best of ``rounds``.
 
     In CPU seconds, so other programs do not count. Takes 0.1 s, or two seconds where bf16 has no instructions.

@@ -21,10 +21,7 @@ MIDDLE = 4e8
 # Parameters -> rates of policy and critic. 1e-6 is the default of verl 0.9.1 and TRL 1.16 (arguments/presets.py has the
 # lines) and of TinyZero's runs of 0.5B to 3B, 1e-5 verl's of the critic. Between them and the quickstart's: their
 # geometric mean.
-RATES = {
-    MIDDLE: (1e-6, 1e-5),
-    SMALL: (5e-6, 3e-5),
-}
+RATES = {MIDDLE: (1e-6, 1e-5), SMALL: (5e-6, 3e-5)}
 # Tokens of a response by its verifier: what verl's and TinyZero's examples give GSM8K, countdown and MATH, and twice
 # MATH's for programs.
 RESPONSES = {

@@ -288,7 +288,7 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
     held = parts["process"] + parts["second process"]
     held += sum(states.values()) - visitor
-    gradients = parts["gradients"] * (args.zero_stage == 2)  # they are there from backward pass to step
+    gradients = parts["gradients"] * (args.zero_stage == 2 and on_gpu)  # there from backward pass to step
     asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.vllm_sleep == "all")
     beside = sum(sampler.values()) * (not on_gpu or args.vllm_sleep == "off")
     backward = work["activations"] + work["logits"] + work["gathered"]

@@ -142,3 +142,59 @@ def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch)
     (tmp_path / "run" / "metrics.jsonl").unlink()
     prepare_model.main()
     assert (tmp_path / "run" / "config.json").read_text() == "made"
+
+
+def test_large_blocks_get_pages_of_their_own_until_the_first_step_is_done():
+    """Their memory goes back to the kernel when it is freed. From the second step on the heap keeps it."""
+    program = """
+from runtime.system import process
+
+process.prepare_environment()
+heap = process.Heap()
+
+def left_by_a_block() -> int:
+    before = process.resident_bytes()
+    block = bytearray(b"x") * 2**26
+    small = bytearray(10**5)
+    del block
+    return process.resident_bytes() - before
+
+process.map_large_blocks(True)
+mapped = left_by_a_block()
+heap.bound()
+print(mapped < 2**22, left_by_a_block() > 2**25)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.stdout.split() == ["True", "True"], (done.stdout, done.stderr)
+
+
+@pytest.mark.integration
+def test_products_of_shapes_that_do_not_come_again_are_forgotten():
+    """By default a thousand shapes stay prepared in oneDNN, and a thousand in torch: half a MiB for each shape."""
+    program = """
+import sys
+sys.path.insert(0, "studies")
+from leak_check import heap_in_use
+from runtime.system import process
+
+process.prepare_environment()
+import torch
+
+def in_use_after(rows) -> int:
+    for count in rows:
+        torch.ones(count, 576, dtype=torch.bfloat16) @ torch.ones(576, 1536, dtype=torch.bfloat16)
+    return heap_in_use()
+
+before = in_use_after(range(300, 370))
+print((in_use_after(range(370, 400)) - before) / 2**20)
+"""
+    caches = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    free = {name: value for name, value in os.environ.items() if name not in caches}
+    grown = []
+    for environment in (free, *({**free, name: "1024"} for name in caches)):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+        grown.append(float(done.stdout))
+    if max(grown) < 4:
+        pytest.skip("on this machine oneDNN does not multiply in bf16")
+    assert grown[0] < 1 and grown[1] > 4 and grown[2] > 4, grown

@@ -98,10 +98,11 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
 def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script, changes, masters):
     """DeepSpeed's second copy is gone; numbers, samples, weights and the files of a checkpoint are as with it.
 
-    The same holds for the sums of gradients: a step finds them in one buffer and copies nothing.
+    The same holds for the sums of gradients: a step finds them in one buffer, that of the steps before, and copies
+    nothing.
     """
     dedupe = deepspeed_zero.dedupe_fp32_weights
-    shared, one_buffer = [], []
+    shared, one_buffer, places = [], [], {}
     step = stage_1_and_2.DeepSpeedZeroOptimizer.step
 
     def look(engine):
@@ -110,7 +111,9 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
         return engine
 
     def step_on_one_buffer(zero, *rest):
-        one_buffer.append(all(zero._get_preflattened_grad_partition(i) is not None for i in zero.averaged_gradients))
+        sums = [zero._get_preflattened_grad_partition(i) for i in zero.averaged_gradients]
+        one_buffer.append(all(flat is not None for flat in sums))
+        places.setdefault(id(zero), []).append([flat.data_ptr() for flat in sums if flat is not None])
         return step(zero, *rest)
 
     found = {}
@@ -131,6 +134,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
     assert any("optim_states" in file for file in found["deduped"][1])
     assert shared == masters
     assert one_buffer and all(one_buffer)
+    assert all(len(steps) > 1 and steps == steps[:1] * len(steps) for steps in places.values()), places
 
 
 @pytest.mark.slow
