@@ -7,9 +7,9 @@ setup:
 	@scripts/setup.sh
 
 # A GRPO run on whatever the machine has, with its curves: make quickstart ARGS="--seed 2"
-# Small blocks that a thread of glibc keeps for itself would split the memory between them (docs/evidence/memory.md).
+# Without the small blocks that glibc keeps for each thread, it needs less memory (docs/evidence/memory.md).
 quickstart: setup
-	GLIBC_TUNABLES=glibc.malloc.tcache_count=0 $(PYTHON_BIN) grpo.py $(ARGS)
+	GLIBC_TUNABLES=$${GLIBC_TUNABLES:-glibc.malloc.tcache_count=0} $(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
 
 # The model of the learning tests and of studies/run_kl_study.sh; made once for each seed: make testbed ARGS="--seed 2"

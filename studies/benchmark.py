@@ -720,6 +720,7 @@ def time_deepspeed_step(
         deepspeed_zero.backward(policy, loss, True)
 
     step()  # the first one allocates the moments
+    process.Heap().bound()  # as a run does after its first step
     timings.seconds["one token"] = timed_repeatedly(step, max(5, args.repeats))
     say(f"\noptimizer step of DeepSpeed on one token: {spread(timings.seconds['one token'])}, floor {floor:.2f} s")
 

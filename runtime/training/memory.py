@@ -136,7 +136,7 @@ def trainer_states(args, model: Model, setting: Setting) -> dict[str, float]:
     trained = 1 + setting.critic
     return {
         "weights": weights * trained,
-        "gradients": gradients * (1 if args.zero_stage == 2 else trained),  # policy and critic take steps in turn
+        "gradients": gradients * (1 if args.zero_stage == 2 and setting.card else trained),  # or freed after each step
         "optimizer": shard * 12 * trained * on_device,
         "reference": model.parameters * setting.number * args.loads_reference,
     }
@@ -288,7 +288,7 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
     held = parts["process"] + parts["second process"]
     held += sum(states.values()) - visitor
-    gradients = parts["gradients"] * (args.zero_stage == 2 and on_gpu)  # there from backward pass to step
+    gradients = parts["gradients"] * (args.zero_stage == 2 and on_gpu)  # freed after each step
     asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.vllm_sleep == "all")
     beside = sum(sampler.values()) * (not on_gpu or args.vllm_sleep == "off")
     backward = work["activations"] + work["logits"] + work["gathered"]

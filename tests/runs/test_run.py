@@ -547,9 +547,16 @@ def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch
 def test_every_step_gives_freed_memory_back(script, tiny, tmp_path, monkeypatch):
     """Gaps between tensors would pile up: 5 GiB in 24 steps of a model of 135M parameters."""
     calls = []
-    monkeypatch.setattr(process.Heap, "bound", lambda heap: calls.append(heap))
+    bound = process.Heap.bound
+
+    def noted(heap):
+        bound(heap)
+        calls.append("end of a step")
+
+    monkeypatch.setattr(process.Heap, "bound", noted)
+    monkeypatch.setattr(process, "map_large_blocks", calls.append)
     run_here(tiny_args(tiny, tmp_path, script, eval_prompts=0, total_steps=3), script)
-    assert len(calls) == 3
+    assert calls[-5:] == [True, False, *["end of a step"] * 3]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

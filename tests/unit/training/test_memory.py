@@ -331,6 +331,17 @@ def test_more_than_the_card_is_a_warning():
         assert len(memory.describe(memory.predict(grpo.Args(), MODEL, setting), MODEL, setting)) == 3
 
 
+def test_sums_of_gradients_are_kept_on_a_cpu_and_freed_on_a_gpu():
+    """DeepSpeed frees them after each step, those of the policy before the critic's are made."""
+    for setting, extra in ((CPU, 4), (GPU, 0)):
+        alone = memory.predict(grpo.Args(), MODEL, setting)
+        other = memory.predict(grpo.Args(zero_stage=3), MODEL, setting)  # keeps them everywhere
+        missing = other.phases["sampling"] - alone.phases["sampling"]
+        assert missing == pytest.approx((4 - extra) * MODEL.parameters), setting
+        both = memory.predict(grpo.Args(), MODEL, dataclasses.replace(setting, critic=True))
+        assert both.parts["gradients"] == pytest.approx((2 if extra else 1) * alone.parts["gradients"])
+
+
 def test_gaps_are_counted_where_a_heap_keeps_them():
     on_cpu = memory.predict(grpo.Args(), MODEL, CPU)
     assert on_cpu.parts["gaps"] == pytest.approx(0.25 * on_cpu.phases["training"])
