@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import PROBLEMS, ROOT
 
 from runtime.system import process
 
@@ -27,6 +27,7 @@ else:
     sys.modules["own_script"] = sys.modules[__name__]
     import torch
 """
+ANSWERS = ("--dataset", str(PROBLEMS), "--rollout", "hf", "--dtype", "float32", "--max_response_length", "8")
 VERIFIER = """
 import sys
 
@@ -98,16 +99,24 @@ print("result")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("script", ["grpo.py", "ppo.py"])
-def test_a_script_exits_at_once(script, tiny, tmp_path):
+@pytest.mark.parametrize(
+    "script, words, said",
+    [
+        ("grpo.py", ["--dry_run"], "prompt  "),
+        ("ppo.py", ["--dry_run"], "prompt  "),
+        ("scripts/evaluate.py", [*ANSWERS], "| problems |"),
+        ("scripts/eval_base.py", ["grpo.py", *ANSWERS], "pass@1  "),
+    ],
+)
+def test_a_script_exits_at_once(script, words, said, tiny, tmp_path):
     """Nothing runs after it in the interpreter that ran it."""
     program = (
         "import runpy, sys\nsys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')\nprint('AFTER')"
     )
-    words = [script, "--model_name_or_path", str(tiny), "--dry_run", "--output_dir", str(tmp_path)]
+    words = [script, *words, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0 and "prompt  " in done.stdout and "AFTER" not in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and said in done.stdout and "AFTER" not in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.slow
