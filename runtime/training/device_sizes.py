@@ -11,11 +11,7 @@ from runtime.training.memory import GIB, USABLE, Model, Setting, Sizes, default_
 # Micro-batches and shares of a GPU for the engine, the most wanted first. One that sleeps while the trainer works may
 # have more, and one that is alone nearly all.
 TOKENS = (16384, 8192, 4096, 2048)
-SHARES = {
-    "beside": (0.4, 0.3, 0.2),
-    "in turns": (0.8, 0.6, 0.4, 0.3, 0.2),
-    "alone": (0.9,),
-}
+SHARES = {"beside": (0.4, 0.3, 0.2), "in turns": (0.8, 0.6, 0.4, 0.3, 0.2), "alone": (0.9,)}
 # Flags that free memory on a GPU, the cheapest in time first.
 REMEDIES = (
     {"gradient_checkpointing": True},

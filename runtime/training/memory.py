@@ -240,16 +240,20 @@ def most_sequences(args, max_num_seqs: int, ranks: int) -> int:
 def cpu_cache(args, model: Model | None, number: int, ranks: int) -> float:
     """Return the bytes of the KV cache on a CPU: the longest sequences and a quarter more, at most 0.5 GiB.
 
-    ``number``: bytes of a number. The quarter is for models whose layers differ, of which vLLM rounds up the groups.
+    ``number``: bytes of a number. The quarter is for models whose layers differ, of which vLLM rounds up the groups. It
+    rejects less than a sequence of full length needs and a block that stays empty, however short the prompts are.
     """
     if model is None or model.recurrent:
         return 0.5 * GIB
+    size = args.engine_args.get("block_size", CPU_BLOCK)
     prompt = getattr(args, "longest_prompt", None) or args.max_prompt_length
-    tokens = math.ceil((prompt + args.max_response_length) / CPU_BLOCK) * CPU_BLOCK
+    longest = math.ceil((prompt + args.max_response_length) / size)
+    full = math.ceil((args.max_prompt_length + args.max_response_length) / size)
     sequences = most_sequences(args, default_sizes(args, False).vllm_max_num_seqs, ranks)
-    keys_and_values = 2 * model.layers * model.kv_heads * model.head_size * number  # of a token
-    needed = 1.25 * sequences * tokens * keys_and_values
-    return min(0.5 * GIB, needed)
+    heads = model.layers * model.kv_heads
+    block = 2 * size * heads * model.head_size * number  # bytes of its keys and values
+    needed = min(0.5 * GIB, 1.25 * sequences * longest * block)
+    return max(needed, 1.25 * (full + 1) * block)
 
 
 def engine(args, model: Model, setting: Setting, share: float) -> dict[str, float]:

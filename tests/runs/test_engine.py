@@ -573,3 +573,12 @@ def test_a_step_may_have_more_prompt_tokens_than_the_engine_takes_at_once(tiny, 
     shape = ["--vllm_args", sizes, "--max_prompt_length", "90", "--total_steps", "1"]
     line = command(tiny, tmp_path, *shape, rollout="vllm")
     assert "step 1/1" in finish(line, tmp_path / "log")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("settings", ["{}", '{"block_size": 128}'])
+def test_two_short_samples_are_enough_for_an_engine(tiny, tmp_path, settings):
+    """Its cache follows from what they need, but vLLM wants room for a prompt as long as --max_prompt_length."""
+    shape = ["--num_unique_prompts_rollout", "1", "--num_samples_per_prompt_rollout", "2", "--max_response_length", "4"]
+    shape += ["--max_prompt_length", "240", "--total_steps", "1", "--vllm_args", settings]
+    assert "step 1/1" in finish(command(tiny, tmp_path, *shape, rollout="vllm"), tmp_path / "log")

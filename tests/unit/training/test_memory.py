@@ -141,6 +141,25 @@ def test_a_cache_is_as_large_as_the_prompts_are_long():
     assert memory.cpu_cache(args, MODEL, 2, 1) == 1.25 * 64 * 96 * 8000
 
 
+@pytest.mark.parametrize(
+    "changes, layers, blocks",
+    [
+        ({"num_samples_per_prompt_rollout": 2}, 1, 9),  # fewer than 256 tokens of short prompts
+        ({"num_samples_per_prompt_rollout": 2, "max_prompt_length": 28}, 1, 1),  # one block, and the empty one
+        ({"num_samples_per_prompt_rollout": 2, "vllm_args": '{"block_size": 128}'}, 1, 12),  # in blocks of 32
+        ({"max_prompt_length": 10**5}, 1000, 3126),  # more than 0.5 GiB
+    ],
+)
+def test_a_cache_has_room_for_a_sequence_of_full_length(changes, layers, blocks):
+    """Else vLLM does not start, whatever the prompts are. One more block stays empty in it."""
+    args = grpo.Args(num_unique_prompts_rollout=1, max_response_length=4, eval_prompts=0, **changes)
+    args.longest_prompt = 20
+    model = dataclasses.replace(MODEL, layers=layers * MODEL.layers)
+    of_a_token = 2 * model.layers * model.kv_heads * model.head_size * 2
+    empty = args.engine_args.get("block_size", 32)
+    assert memory.cpu_cache(args, model, 2, 1) == 1.25 * (32 * blocks + empty) * of_a_token
+
+
 def test_the_cache_of_models_with_recurrent_states_keeps_its_size():
     """Their blocks are as large as a state, and nothing here knows that size."""
     mamba = memory.model_of({**dict.fromkeys(memory.FIELDS, 8), "mamba_d_conv": 4}, parameters=10**6)
