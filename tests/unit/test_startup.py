@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import PROBLEMS, ROOT
+from helpers import PROBLEMS, ROOT, clean_environment
 
 from runtime.system import process
 
@@ -115,7 +115,7 @@ def test_a_script_exits_at_once(script, words, said, tiny, tmp_path):
     )
     words = [script, *words, "--model_name_or_path", str(tiny), "--output_dir", str(tmp_path)]
     command = [sys.executable, "-c", program, *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=clean_environment(), timeout=120)
     assert done.returncode == 0 and said in done.stdout and "AFTER" not in done.stdout, done.stderr[-2000:]
 
 
