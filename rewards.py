@@ -35,35 +35,26 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
-from runtime.data.rendering import TODAY
-from runtime.data.samples import earlier_turns
-from runtime.environments import chat, episodes
-from runtime.grading.algebra import parts_of
-from runtime.grading.answers import alternatives, equal, is_echo, tidy
-from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
-from runtime.grading.conversation_scorer import ConversationScorer
-from runtime.grading.final_answer import (
+from graders.text import (
     INVISIBLE,
     LONGEST_ANSWER,
     NUMBER,
     after_thinking,
-    boxed_answer,
-    final_answer,
+    alternatives,
+    in_last_tag,
     last_boxed,
     last_number_in,
     marked_number,
     number_of,
-    tagged_answer,
     without_delimiters,
 )
-from runtime.grading.ifeval import CONSTRAINTS, constraints_of
-from runtime.grading.worker_pool import VerifierPool, names_of
+from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
+from runtime.environments import episodes
+from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
 from runtime.system import user_files
 from runtime.system.process import refuse
+from runtime.system.verifier_pool import VerifierPool, names_of
 from runtime.system.workers import code_of_run
-from runtime.training.memory import default_sizes
-from runtime.training.model_files import load_complete
 
 STATUSES = ("ok", "timeout", "crash", "unscorable")
 
@@ -151,16 +142,13 @@ def math_(response: str, truth: str, row: dict) -> Reward:
 
     Of a JSON list of truths any one is right. Part ``echo``: 1 for a formula copied from the problem, which scores 0.
     """
-    text = after_thinking(response)
-    for one in alternatives(truth):
-        wanted = tidy(boxed_answer(one, True)[0] or one)
-        said = final_answer(text, len(parts_of(wanted.strip("()"))) > 1)
-        answer = tidy(said or "")
-        if said is None or any(c.isdigit() and not c.isascii() for c in answer) or not equal(answer, wanted):
-            continue
-        echo = is_echo(said, wanted, question_of(row))
-        return _judged(not echo, said, echo=float(echo))
-    return _judged(0, said, echo=0.0)
+    right, said, echo = user_files.find("graders.math:judge")(response, truth, question_of(row))
+    return _judged(right, said, echo=float(echo))
+
+
+def _tagged_answer(text: str) -> str | None:
+    """Return what stands in the last ``<answer>...</answer>``, else the final answer."""
+    return in_last_tag(text) or user_files.find("graders.math.extraction:final_answer")(text)
 
 
 OPERATORS = {
@@ -199,7 +187,7 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
     if isinstance(numbers, str):  # a column of a CSV: "[3, 4, 25]", "3 4 25"
         numbers = re.split(r"[\s,;]+", numbers.strip("[]() \t\n"))
     wanted = sorted(map(int, numbers))
-    answer = tagged_answer(after_thinking(response))
+    answer = _tagged_answer(after_thinking(response))
     answer = answer and (last_boxed(answer) or answer)
     if answer is None or len(answer) > LONGEST_ANSWER:
         return _judged(0, None)
@@ -244,7 +232,7 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
     name = (row.get("metadata") or {}).get("source_dataset")
     said = after_thinking(response)
     empty = re.search(r"<answer>\s*</answer>(?!.*<answer>)", said, re.DOTALL)  # some tasks have results without letters
-    answer = "" if empty and truth == "" else tagged_answer(said)
+    answer = "" if empty and truth == "" else _tagged_answer(said)
     if name is None:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
@@ -280,25 +268,18 @@ def format_(response: str, truth: str, row: dict) -> Reward:
     return Reward(score, {"format": score}, extracted=response.strip()[:LONGEST_ANSWER])
 
 
-# ------------------------------------------------------------------------------- constraints, under the names of IFEval
+# ----------------------------------------------------------------------------- graders that are asked for by their name
 
 
 def ifeval(response: str, truth: str, row: dict) -> Reward:
     """Score 1 if a response that says something keeps every constraint; part ``constraints`` is the fraction kept.
 
-    runtime/grading/ifeval.py has their kinds, and the forms in which a row gives them.
+    graders/ifeval.py has their kinds, and the forms in which a row gives them.
     """
-    text = after_thinking(response).strip()
     try:
-        names, arguments_of = constraints_of(truth, row)
-        if unknown := [f"no constraint {name!r}" for name in names if name not in CONSTRAINTS]:
-            raise ValueError(f"{', '.join(unknown)}; known: those of IFEval (docs/reference/rewards.md)")
-        kept = []
-        for name, arguments in zip(names, arguments_of, strict=True):
-            kept.append(CONSTRAINTS[name](text, arguments or {}))
-        fraction = sum(kept) / len(kept)
-    except (ArithmeticError, AttributeError, KeyError, SyntaxError, TypeError, ValueError, re.error) as error:
-        return Reward(0.0, status="unscorable", detail=f"constraints: {type(error).__name__}: {error}")
+        fraction, text = user_files.find("graders.ifeval:judge")(response, truth, row)
+    except ValueError as error:
+        return Reward(0.0, status="unscorable", detail=str(error))
     return _judged(fraction == 1 and re.search(r"\w", text) is not None, text or None, constraints=fraction)
 
 
@@ -333,7 +314,7 @@ LISTS = ("math", "last_number", "gsm8k")  # verifiers for which a JSON list of t
 
 
 def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
-    """Score 0 for every response: ``--verifier reward_model``, where RewardModel adds its own score."""
+    """Score 0 for every response: ``--verifier reward_model``, where the reward model adds its own score."""
     return Reward(0.0)
 
 
@@ -423,16 +404,6 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
     )
 
 
-def no_answer(truth: str, row: dict) -> str:
-    """Return the reason why a truth of ``math`` holds no answer, as a proof does, or "" if it may hold one."""
-    if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
-        return "it is a word for having no answer"
-    prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
-    if boxed_answer(truth, True)[0] or (truth != row.get("solution") and len(prose) < 20):
-        return ""
-    return "it is a solution without a box" if len(prose) > 3 else ""
-
-
 def truth_error(verifier: str, truth: str, row: dict) -> str:
     """Return what is wrong with a truth according to its own verifiers; "" if nothing is.
 
@@ -449,7 +420,7 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
             if wrong := code_error(truth, row):
                 return wrong
             continue
-        if name == "math" and (wrong := no_answer(truth, row)):
+        if name == "math" and (wrong := user_files.find("graders.math:no_answer")(truth, row)):
             return wrong
         for one in alternatives(truth) if name in LISTS else [truth]:
             said = one if name == "math" and last_boxed(one) else SAY_THE_TRUTH.get(name, "").format(one)
@@ -663,50 +634,6 @@ def _replace_reward(sample, reward: float, args) -> None:
     sample.reward_parts[f"control_{args.reward_control}"] = reward
 
 
-# ------------------------------------------------------------------------------------------------------- reward models
-
-
-def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
-    """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
-    messages = chat.with_tools(problem.messages, problem.tools)
-    return [*messages, *earlier_turns(sample.turns)], sample.response
-
-
-class RewardModel(ConversationScorer):
-    """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
-
-    It has its own tokenizer and chat template: text goes in, not the policy's ids. It stays in CPU memory between uses.
-    """
-
-    def __init__(self, args, device, dtype):
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        flag = "--reward_model_name_or_path"
-        name, revision = args.reward_model
-        where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
-        model = load_complete(AutoModelForSequenceClassification, name, flag, dtype=dtype, **where)
-        budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens
-        super().__init__(model, tokenizer, device, budget, args.reward_model_max_length, TODAY)
-
-    def add(
-        self,
-        found: list[Reward],
-        conversations: list,
-        weights: dict[str, float | None],
-    ) -> list[Reward]:
-        """Add this model's score times its weight ``reward_model`` to the verifiers' rewards, unless a gate is shut."""
-        if not found:
-            return []
-        weight = weights.get("reward_model", 1.0)
-        added = []
-        for reward, score in zip(found, self.score(conversations), strict=True):
-            gain = weight * score if reward.parts.get("gate", 1.0) else 0.0
-            parts = {**reward.parts, "reward_model": score}
-            added.append(replace(reward, score=reward.score + gain, parts=parts))
-        return added
-
-
 # ------------------------------------------------------------------------------------------------- all of it, for a run
 
 
@@ -737,7 +664,7 @@ class Verifiers:
             self._check_format(tried)
         self.reward_model = None
         if args.reward_model_name_or_path is not None:
-            self.reward_model = RewardModel(args, device, dtype)
+            self.reward_model = user_files.find("runtime.run.reward_model:RewardModel")(args, device, dtype)
             self.reward_model.try_on([problem.messages for problem in problems])
 
     def submit(self, sample, problem) -> tuple:
@@ -771,6 +698,7 @@ class Verifiers:
         samples = [sample for sample, _, _ in submitted]
         found = [judgments[0] for judgments in judged]
         if self.reward_model is not None:
+            conversation_of = user_files.find("runtime.run.reward_model:conversation_of")
             conversations = [conversation_of(sample, problem) for sample, problem, _ in submitted]
             found = self.reward_model.add(found, conversations, self.weights)
         for sample, reward, judgments in zip(samples, found, judged, strict=True):

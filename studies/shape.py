@@ -48,6 +48,7 @@ BUDGETS = {
 # From the bottom up: a package imports only from lower levels. Its own modules may import one another.
 LEVELS = (
     {"runtime.system"},
+    {"graders"},
     {"runtime.arguments", "runtime.data", "runtime.grading"},
     {"runtime.training", "runtime.environments"},
     {"runtime.engine", "runtime.run"},
@@ -104,7 +105,7 @@ def local_names(function: ast.FunctionDef) -> int:
 
 def project_files(root: Path = ROOT) -> list[Path]:
     """Return the project's Python files except its tests."""
-    folders = (root / "runtime", root / "scripts", root / "studies")
+    folders = (root / "runtime", root / "graders", root / "scripts", root / "studies")
     return sorted([*root.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
 
 
@@ -124,7 +125,7 @@ def budget_lines(root: Path = ROOT) -> dict[str, int]:
 def modules(root: Path = ROOT) -> dict[str, Path]:
     """Return the files of the top level and of runtime/ by module name, packages (``__init__``) included."""
     files = {}
-    for path in [*root.glob("*.py"), *(root / "runtime").rglob("*.py")]:
+    for path in [*root.glob("*.py"), *(root / "runtime").rglob("*.py"), *(root / "graders").rglob("*.py")]:
         parts = path.relative_to(root).with_suffix("").parts
         files[".".join(part for part in parts if part != "__init__")] = path
     return files
@@ -132,7 +133,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 def unit(module: str) -> str:
     """Return the entry of LEVELS to which a module belongs: its package below runtime/, or itself."""
-    return ".".join(module.split(".")[:2])
+    return module.split(".")[0] if module.startswith("graders") else ".".join(module.split(".")[:2])
 
 
 @functools.cache

@@ -47,8 +47,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
 import rewards
+from graders.math.extraction import final_answer
+from graders.text import after_thinking
 from rewards import Reward, RewardPool
-from runtime.grading.final_answer import after_thinking, final_answer
 
 WHEELS = "RLVR_GRADER_WHEELS"  # the folder of --wheels, for the worker
 

@@ -769,7 +769,7 @@ def unhooked(breakage: broken_scripts.Breakage, file: str) -> tuple[bool, str]:
         folder = Path(name)
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
-        for part in ("runtime", "tests"):
+        for part in ("graders", "runtime", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         for path, text in changed.items():
             (folder / path).write_text(text)

@@ -23,14 +23,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from graders.text import after_thinking
 from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat, with_tools
-from runtime.grading.final_answer import after_thinking
-from runtime.grading.worker_pool import MANY
 from runtime.system import process, user_files
 from runtime.system.process import on_a_line, refuse
+from runtime.system.verifier_pool import MANY
 from runtime.system.workers import Nursery, Worker, code_of_run, raise_file_limit
 
 AT_ONCE = 64  # rows that one process resets at the start

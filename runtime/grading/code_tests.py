@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass
 from fractions import Fraction
 
-from runtime.grading.final_answer import in_last_tag
+from graders.text import in_last_tag
 from runtime.system import sandbox
 from runtime.system.sandbox import OWN_CLASS, Sandbox
 

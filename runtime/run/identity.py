@@ -111,7 +111,10 @@ def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[
 
 
 def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
-    """Yield the files in ``places`` that the source in ``path`` imports, wherever in it the import stands."""
+    """Yield the files in ``places`` that the source in ``path`` imports, wherever in it the import stands.
+
+    What ``user_files.find`` loads by a name that stands in the source counts as imported.
+    """
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:  # importing it will say so
@@ -125,6 +128,8 @@ def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}" if node.module else alias.name
                 yield from _module_files(name, start)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "user_files.find":
+            yield from _module_files(ast.literal_eval(node.args[0]).partition(":")[0], places)
 
 
 def _module_files(name: str, places: list[Path]) -> list[Path]:

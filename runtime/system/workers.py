@@ -42,8 +42,9 @@ def loaded_files() -> list[Path]:
 
 
 def loaded_code() -> dict[Path, str]:
-    """Return the SHA-256 of each of ``loaded_files``."""
-    return {path: process.file_digest(path) for path in loaded_files()}
+    """Return the SHA-256 of each of ``loaded_files``, and of what may be loaded by name later (``user_files.find``)."""
+    by_name = [path for folder in ("graders", "runtime") for path in (process.PROJECT / folder).rglob("*.py")]
+    return {path: process.file_digest(path) for path in {*loaded_files(), *by_name}}
 
 
 code_of_run = functools.cache(loaded_code)  # first called at the start of a run
@@ -248,7 +249,8 @@ def _nurse(
     """Fork and reap workers, which do ``work``, in the nursery until the run is gone, however it ended."""
     process.leave_signals_to_the_run()
     adopt_orphans()
-    control.send(changed_files(code, loaded_files()))
+    graders = [path for path in code if path.is_relative_to(process.PROJECT / "graders")]  # ``prepare`` may load them
+    control.send(changed_files(code, sorted({*loaded_files(), *graders})))
     prepare(*arguments)
     lasting = set(children(os.getpid()))  # what a user's file has started for all workers
     sys.stdout.flush()

@@ -21,7 +21,8 @@ def copy(tmp_path) -> Path:
     """A copy of the Python files of the top level and of runtime/."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("graders", "runtime"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 

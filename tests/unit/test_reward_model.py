@@ -13,8 +13,10 @@ import pytest
 from helpers import ROOT, run_here, tiny_args
 
 import rewards
+from graders import ifeval
 from grpo import Args
-from rewards import Reward, RewardModel
+from rewards import Reward
+from runtime.run.reward_model import RewardModel
 from runtime.training import model_files
 
 
@@ -244,7 +246,7 @@ REVISIONS = """
 import sys
 import torch
 from grpo import Args
-from rewards import RewardModel
+from runtime.run.reward_model import RewardModel
 from runtime.training import model_files
 
 found = []
@@ -354,7 +356,7 @@ def test_the_page_is_complete():
     page = (ROOT / "docs" / "reference" / "rewards.md").read_text()
     for name in rewards.VERIFIERS:
         assert f"| `{name}` |" in page
-    for name in rewards.CONSTRAINTS:
+    for name in ifeval.CONSTRAINTS:
         assert f"`{name}`" in page
     rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
     assert set(rows) == set(rewards.VERIFIERS)

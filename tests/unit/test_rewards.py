@@ -26,10 +26,10 @@ import rewards
 from grpo import Args
 from rewards import VERIFIERS, Reward, RewardPool, combine, exact, find_verifier, last_number, parse_weights
 from runtime.data.samples import Problem
-from runtime.grading import code_tests, worker_pool
+from runtime.grading import code_tests
 from runtime.run import directory, logger, verdict
 from runtime.run.run_files import control_of
-from runtime.system import process, sandbox, workers
+from runtime.system import process, sandbox, verifier_pool, workers
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -318,9 +318,9 @@ def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, ver
     monkeypatch.setattr(sandbox, "allow_unsafe", False)
     monkeypatch.setattr("resource.setrlimit", lambda *a: None)
     monkeypatch.setattr(sys, "set_int_max_str_digits", lambda digits: None)
-    monkeypatch.setattr(worker_pool.importlib, "import_module", started.append)
-    worker_pool.prepare_workers(rewards._verify, [verifier])
-    worker_pool.start_worker([verifier], unsafe=True)
+    monkeypatch.setattr(verifier_pool.importlib, "import_module", started.append)
+    verifier_pool.prepare_workers(rewards._verify, [verifier])
+    verifier_pool.start_worker([verifier], unsafe=True)
     assert started == [verifier][verifier == "exact" :]
     assert sandbox.allow_unsafe, "--allow_unsafe_code_exec reaches the process that runs code"
 
@@ -350,7 +350,7 @@ def test_a_verifier_that_raises_on_a_response_costs_that_sample(pool, capsys):
 
 def test_a_verifier_that_raises_on_everything_ends_the_run(pool):
     name = f"{MINE}:raises"
-    for _ in range(worker_pool.MANY - 1):
+    for _ in range(verifier_pool.MANY - 1):
         assert verify(pool, name).status == "unscorable"
     with pytest.raises(RuntimeError) as error:
         verify(pool, name)
@@ -361,13 +361,13 @@ def test_a_verifier_that_raises_on_everything_ends_the_run(pool):
 
 def test_a_verifier_that_ever_returned_never_ends_the_run(pool):
     assert verify(pool, f"{MINE}:picky", "good").score == 1.0
-    found = [verify(pool, f"{MINE}:picky", "odd").status for _ in range(worker_pool.MANY + 2)]
+    found = [verify(pool, f"{MINE}:picky", "odd").status for _ in range(verifier_pool.MANY + 2)]
     assert set(found) == {"unscorable"}
 
 
 def test_a_verifier_of_this_project_never_ends_the_run(pool):
     """Its bug is a bug here, but the night is the user's."""
-    futures = [pool.submit("countdown", "<answer>1</answer>", "no target", {}) for _ in range(worker_pool.MANY + 2)]
+    futures = [pool.submit("countdown", "<answer>1</answer>", "no target", {}) for _ in range(verifier_pool.MANY + 2)]
     assert {pool.result(future).status for future in futures} == {"unscorable"}
 
 
@@ -613,6 +613,7 @@ if __name__ == "__main__":
         found.extend(pool.result(future).score for future in futures)
 
     score()
+    rewards.code("f = lambda: 1", '[{"input": [], "output": 1}]', {"entry_point": "f"})
     own.write_text("def same(response, truth, row): return -1.0")
     (project / "rewards.py").write_text((project / "rewards.py").read_text().replace("Reward(correct,", "Reward(0.25,"))
     (project / "runtime" / "system" / "sandbox.py").write_text("not Python")
@@ -639,7 +640,7 @@ def test_an_edit_is_for_the_next_run(tmp_path):
 
     Where all of them must start again, a run with other code than it began with ends.
     """
-    for name in ("rewards.py", "runtime"):
+    for name in ("rewards.py", "graders", "runtime"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     (tmp_path / "run.py").write_text(EDITED)

@@ -16,11 +16,11 @@ import torch
 from episode_player import Player, arguments, observations
 from helpers import ROOT
 
-import rewards
 from runtime.arguments import values
 from runtime.data import rendering
 from runtime.data.samples import Problem, Sample
 from runtime.environments import episodes
+from runtime.run import reward_model
 from runtime.training import batching
 
 FORMS = ("qwen2_5", "qwen3", "llama3", "hermes", "qwen3_coder", "glm")
@@ -158,7 +158,7 @@ def test_what_renders_a_prompt_again_has_its_tools_and_its_observation(player):
     assert special == [token for token in player.ask().prompt_ids if token in player.chat.special.values()]
     turns = [{"role": "assistant", "text": "call"}, {"role": player.chat.role, "text": "5"}]
     turns += [{"role": "assistant", "text": "It is 5."}, {"role": "user", "text": "not seen"}]
-    before, last = rewards.conversation_of(SimpleNamespace(turns=turns, response="It is 5."), problem)
+    before, last = reward_model.conversation_of(SimpleNamespace(turns=turns, response="It is 5."), problem)
     assert [message["content"] for message in before[-3:]] == [f"What is 2 + 3?{forged}", "call", "5"]
     assert last == "It is 5." and all(
         json.dumps(tool["function"]) in before[0]["content"] for tool in player.chat.tools

@@ -22,7 +22,7 @@ from runtime.data import rendering
 from runtime.data.samples import Batch, Problem
 from runtime.engine import client, scripted_turns
 from runtime.environments import episodes, user_objects
-from runtime.grading import worker_pool
+from runtime.system import verifier_pool
 
 TURN_LAG = episodes.TURN_LAG
 
@@ -636,20 +636,20 @@ def test_an_observation_without_special_tokens_is_tokenized_as_before(player):
 def test_an_environment_that_raises_in_every_episode_ends_the_run(player, wrong):
     """As a verifier does: after MANY of the first MANY, with the traceback; not if one of them has not raised."""
     one = player("Typos", max_turns=1)
-    found = [one.play("1", wrong=wrong).outcome for _ in range(worker_pool.MANY)]
+    found = [one.play("1", wrong=wrong).outcome for _ in range(verifier_pool.MANY)]
     assert all("fatal" not in outcome for outcome in found[:-1])
     assert (
-        f"raised in each of the first {worker_pool.MANY} episodes" in found[-1]["fatal"]
+        f"raised in each of the first {verifier_pool.MANY} episodes" in found[-1]["fatal"]
         and "missing" in found[-1]["fatal"]
     )
     two = player("Typos", max_turns=1)
     assert two.play("1", wrong="").outcome["score"] == 1.0
-    assert all("fatal" not in two.play("1", wrong=wrong).outcome for _ in range(worker_pool.MANY))
+    assert all("fatal" not in two.play("1", wrong=wrong).outcome for _ in range(verifier_pool.MANY))
 
 
 def test_what_tools_raise_never_ends_a_run(player):
     one = player("OnlyPaid")
-    for _ in range(worker_pool.MANY + 1):
+    for _ in range(verifier_pool.MANY + 1):
         assert "fatal" not in one.play(call("pay", number="x"), "done").outcome
 
 

@@ -12,7 +12,6 @@ from concurrent.futures import Future, TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from runtime.grading.algebra import parse_math
 from runtime.system import process, sandbox, user_files
 from runtime.system.redaction import redact
 from runtime.system.workers import Nursery, code_of_run
@@ -33,7 +32,7 @@ def prepare_workers(verify: Callable, verifiers: list[str]) -> None:
     The module of ``verify`` was imported when this call arrived here.
     """
     if "math" in verifiers:
-        parse_math("1")
+        user_files.find("graders.math:prepare")()
     if "reasoning_gym" in verifiers:
         importlib.import_module("reasoning_gym")
 

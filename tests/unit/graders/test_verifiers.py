@@ -15,9 +15,11 @@ import pytest
 from helpers import ROOT, read_jsonl, real
 
 import rewards
+from graders import ifeval
+from graders.math import algebra
+from graders.math.extraction import final_answer
+from graders.text import after_thinking, last_boxed
 from rewards import VERIFIERS, Reward, RewardPool
-from runtime.grading import algebra
-from runtime.grading.final_answer import after_thinking, final_answer, last_boxed
 
 
 def score(name: str, response: str, truth: str, row: dict | None = None) -> float:
@@ -427,8 +429,8 @@ def test_ifeval_by_nltk(response, name, arguments, right):
 
 def test_every_constraint_is_tried_both_ways():
     tried = {(name, right) for _, name, _, right in IFEVAL + BY_LANGDETECT + BY_NLTK}
-    assert tried == {(name, right) for name in rewards.CONSTRAINTS for right in (True, False)}
-    assert len(rewards.CONSTRAINTS) == 25
+    assert tried == {(name, right) for name in ifeval.CONSTRAINTS for right in (True, False)}
+    assert len(ifeval.CONSTRAINTS) == 25
 
 
 @pytest.mark.parametrize("name", ["language:response_language", "change_case:capital_word_frequency"])

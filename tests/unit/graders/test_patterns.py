@@ -14,13 +14,18 @@ from types import ModuleType
 import pytest
 
 import rewards
+from graders import ifeval, text
+from graders.math import algebra, answers, extraction, units
 from runtime.data import reasoning_gym_tasks
-from runtime.grading import algebra, answers, final_answer, ifeval, units
 
 LIMIT = 0.4  # seconds of the processor for one text
-SHORT, LONG = 2 * final_answer.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
+SHORT, LONG = 2 * text.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
 GAPS = {"BETWEEN_BOXES", "OR_BOX", "LISTED_BOX"}  # what reads no more than WIDEST_GAP
-WHOLE = {"ANNOUNCED", "BOX", "NUMBER"}  # what reads whole responses in final_answer.py; in rewards and ifeval all do
+WHOLE = {
+    "ANNOUNCED",
+    "BOX",
+    "NUMBER",
+}  # what reads whole responses; in rewards and ifeval all do
 VALUES = {  # of the names that expressions take from a row or from a table that is listed below
     "given": {"section_spliter": "section", "keyword": "blue"},
     "keyword": "blue",
@@ -154,7 +159,7 @@ def timed(search, text: str) -> float:
 
 FOUND = {
     where: given
-    for module in (answers, final_answer, units, algebra, ifeval, rewards)
+    for module in (answers, extraction, text, units, algebra, ifeval, rewards)
     for where, given in expressions(module).items()
 }
 FOUND |= {f"table {i}": (pattern, 0, "search") for i, pattern in enumerate(TABLES)}
@@ -169,7 +174,7 @@ def test_the_expressions_are_found():
 def test_no_text_stalls_an_expression(where):
     """Exponential and cubic time anywhere, and quadratic time on whole responses, which have no bound."""
     whole = where.split()[0] in WHOLE or "ifeval.py" in where or "rewards.py" in where
-    length = final_answer.WIDEST_GAP if where.split()[0] in GAPS else LONG if whole else SHORT
+    length = extraction.WIDEST_GAP if where.split()[0] in GAPS else LONG if whole else SHORT
     seconds, text = slowest(*FOUND[where], length)
     assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"
 

@@ -1,13 +1,19 @@
-"""Score conversations with a sequence classifier of transformers that has one output. Imports no torch."""
+"""Reward models (--reward_model_name_or_path): classifiers with one output that score whole conversations."""
 
 from __future__ import annotations
 
 import datetime
 import math
+from dataclasses import replace
 from typing import Any
 
+from runtime.data.rendering import TODAY
+from runtime.data.samples import earlier_turns
+from runtime.environments import chat
 from runtime.system.flag_values import first_line
 from runtime.system.process import refuse
+from runtime.training.memory import default_sizes
+from runtime.training.model_files import load_complete
 
 Messages = list[dict[str, str]]
 
@@ -117,3 +123,47 @@ def use_fp32_head(model) -> None:
 
 def _as_fp32(_: Any, inputs: tuple) -> tuple:
     return (inputs[0].float(),)
+
+
+def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
+    """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
+    messages = chat.with_tools(problem.messages, problem.tools)
+    return [*messages, *earlier_turns(sample.turns)], sample.response
+
+
+class RewardModel(ConversationScorer):
+    """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
+
+    It has its own tokenizer and chat template: text goes in, not the policy's ids. It stays in CPU memory between uses.
+    """
+
+    def __init__(self, args, device, dtype):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        flag = "--reward_model_name_or_path"
+        name, revision = args.reward_model
+        where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
+        model = load_complete(AutoModelForSequenceClassification, name, flag, dtype=dtype, **where)
+        budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens
+        super().__init__(model, tokenizer, device, budget, args.reward_model_max_length, TODAY)
+
+    def add(
+        self,
+        found: list,
+        conversations: list[tuple[Messages, str]],
+        weights: dict[str, float | None],
+    ) -> list:
+        """Add this model's score times its weight ``reward_model`` to the verifiers' rewards, unless a gate is shut.
+
+        found: the ``rewards.Reward`` of each response, whose ``conversation_of`` stands at the same place.
+        """
+        if not found:
+            return []
+        weight = weights.get("reward_model", 1.0)
+        added = []
+        for reward, score in zip(found, self.score(conversations), strict=True):
+            gain = weight * score if reward.parts.get("gate", 1.0) else 0.0
+            parts = {**reward.parts, "reward_model": score}
+            added.append(replace(reward, score=reward.score + gain, parts=parts))
+        return added

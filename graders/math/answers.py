@@ -1,4 +1,4 @@
-"""Decide whether two answers are equal, for ``rewards.math_``.
+"""Decide whether two answers are equal, for ``graders.math.judge``.
 
 Two answers are equal if their texts are, without characters that carry no meaning; if they are the same words, choice,
 date or number; or if algebra.py finds the original texts equal (units.py compares units). The
@@ -8,15 +8,13 @@ rewriting for the comparison of texts never reaches the parser.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 import unicodedata
 from collections.abc import Callable
 
-from runtime.grading.algebra import parts_of, same_value, without_thousands
-from runtime.grading.final_answer import DASHES, INVISIBLE, without_delimiters
-from runtime.grading.units import (
+from graders.math.algebra import parts_of, same_value, without_thousands
+from graders.math.units import (
     GROUP,
     PERCENT,
     TEXT,
@@ -29,6 +27,7 @@ from runtime.grading.units import (
     split_unit,
     unit_of,
 )
+from graders.text import DASHES, INVISIBLE, without_delimiters
 
 # ------------------------------------------------------------------------------------------------------ math: text
 
@@ -535,18 +534,6 @@ def _equal_values(answer: str, wanted: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- truths, and the question
-
-
-def alternatives(truth: str) -> list[str]:
-    """Return the truths of which any one is right: those of a JSON list of texts, or else the truth alone."""
-    if truth.lstrip().startswith("["):
-        try:
-            found = json.loads(truth)
-        except ValueError:
-            found = None
-        if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
-            return found
-    return [truth]
 
 
 COMPUTES = re.compile(  # an answer with it is not only read but computed

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import rewards
-from runtime.grading import final_answer, units
-from runtime.grading.answers import alternatives, is_echo
+from graders.math import extraction, units
+from graders.math.answers import is_echo
+from graders.text import alternatives
 
 
 def score(response: str, truth: str, row: dict | None = None, verifier: str = "math") -> float:
@@ -154,12 +155,12 @@ def test_boxes_joined_by_spacing(between):
 @pytest.mark.parametrize(("wide", "answer"), [(60, "1, 2"), (61, "2")])
 def test_boxes_that_stand_far_apart_are_no_list(wide, answer):
     between = "and".center(wide)
-    assert final_answer.boxed_answer(rf"\boxed{{1}}{between}\boxed{{2}}", True)[0] == answer
+    assert extraction.boxed_answer(rf"\boxed{{1}}{between}\boxed{{2}}", True)[0] == answer
 
 
 def test_a_list_of_boxes_has_at_most_ten():
     boxes = [rf"\boxed{{{number}}}" for number in range(11)]
-    assert final_answer.boxed_answer(" and ".join(boxes), True)[0] == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
+    assert extraction.boxed_answer(" and ".join(boxes), True)[0] == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
 
 
 def test_units_under_every_name_and_in_every_wrapper():

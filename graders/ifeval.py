@@ -13,6 +13,8 @@ import json
 import re
 from collections.abc import Callable
 
+from graders.text import after_thinking
+
 
 def _related(count: int, relation: str, wanted: int) -> bool:
     """Return True if a count is "less than" or "at least" a number. Raises ValueError for another relation."""
@@ -245,3 +247,21 @@ def constraints_of(truth: str, row: dict) -> tuple[list, list]:
     names = given["instruction_id"] if "instruction_id" in given else given["instruction_id_list"]
     arguments = given["kwargs"]
     return names, json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def judge(response: str, truth: str, row: dict) -> tuple[float, str]:
+    """Return (fraction of the constraints that a response keeps, the response after its thoughts).
+
+    Raises ValueError, saying why, for constraints that do not exist, lack an argument or need a missing package.
+    """
+    text = after_thinking(response).strip()
+    try:
+        names, arguments_of = constraints_of(truth, row)
+        if unknown := [f"no constraint {name!r}" for name in names if name not in CONSTRAINTS]:
+            raise ValueError(f"{', '.join(unknown)}; known: those of IFEval (docs/reference/rewards.md)")
+        kept = []
+        for name, arguments in zip(names, arguments_of, strict=True):
+            kept.append(CONSTRAINTS[name](text, arguments or {}))
+        return sum(kept) / len(kept), text
+    except (ArithmeticError, AttributeError, KeyError, SyntaxError, TypeError, ValueError, re.error) as error:
+        raise ValueError(f"constraints: {type(error).__name__}: {error}") from error

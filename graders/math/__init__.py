@@ -1,0 +1,57 @@
+"""Grade answers to mathematical problems. It works outside this project, too: copy the folder ``graders``.
+
+    from graders.math import verify
+    verify("So the sum is $\\boxed{\\frac{1}{2}}$.", "0.5")  # True
+
+math-verify compares expressions; the other modules find the final answer (extraction.py), compare texts, choices,
+dates and lists (answers.py), units (units.py), and what math-verify does not compare or gets wrong (algebra.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+from graders.math.algebra import parse_math, parts_of
+from graders.math.answers import equal, is_echo, tidy
+from graders.math.extraction import boxed_answer, final_answer
+from graders.text import after_thinking, alternatives
+
+
+def verify(response: str, truth: str, question: str = "") -> bool:
+    """Return True if the final answer of a response equals the truth, or any one of a JSON list of truths.
+
+    question: the text of the problem; a formula that the response only copies from it is no answer.
+    """
+    return judge(response, truth, question)[0]
+
+
+def judge(response: str, truth: str, question: str = "") -> tuple[bool, str | None, bool]:
+    """Return (right, the final answer or None if there is none, whether it only copies a formula of the question)."""
+    text = after_thinking(response)
+    for one in alternatives(truth):
+        wanted = tidy(boxed_answer(one, True)[0] or one)
+        said = final_answer(text, len(parts_of(wanted.strip("()"))) > 1)
+        answer = tidy(said or "")
+        if said is None or any(c.isdigit() and not c.isascii() for c in answer) or not equal(answer, wanted):
+            continue
+        echo = is_echo(said, wanted, question)
+        return not echo, said, echo
+    return False, said, False
+
+
+def no_answer(truth: str, row: dict) -> str:
+    """Return the reason why a truth holds no answer, as a proof does, or "" if it may hold one.
+
+    row: the row of the data; a truth that is its column ``solution`` may be long.
+    """
+    if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
+        return "it is a word for having no answer"
+    prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
+    if boxed_answer(truth, True)[0] or (truth != row.get("solution") and len(prose) < 20):
+        return ""
+    return "it is a solution without a box" if len(prose) > 3 else ""
+
+
+def prepare() -> None:
+    """Import in a worker what takes long, so that no response's time limit pays for it."""
+    parse_math("1")
