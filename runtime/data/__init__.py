@@ -1,4 +1,4 @@
 """Problems and samples: where problems come from, how they become prompts, and the order of the prompts.
 
-Level 2: imports ``runtime.system`` only and loads no model. At most 1,925 lines.
+Level 2: imports ``runtime.system`` only and loads no model.
 """

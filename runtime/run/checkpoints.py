@@ -21,8 +21,8 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
-from runtime.run import directory, identity, resharding
-from runtime.system import process
+from runtime.run import directory, identity
+from runtime.system import process, user_files
 from runtime.system.watchdog import Watch
 
 GIB = 2**30
@@ -109,8 +109,10 @@ class Checkpoints:
         state = json.loads((start / "state.json").read_text())
         ranks = state["world_size"]
         for name, engine in self.engines.items():
-            same = ranks == self.world_size
-            with contextlib.nullcontext() if same else resharding.saved_by(ranks, engine, start / name):
+            saved_by = contextlib.nullcontext()
+            if ranks != self.world_size:
+                saved_by = user_files.find("runtime.run.resharding:saved_by")(ranks, engine, start / name)
+            with saved_by:
                 loaded, _ = engine.load_checkpoint(str(start), tag=name, load_lr_scheduler_states=False)
             if loaded is None:
                 raise RuntimeError(f"DeepSpeed found nothing to load in {start / name}")

@@ -21,11 +21,11 @@ import numpy as np
 from runtime.arguments import presets
 from runtime.arguments.flags import OPEN, is_open
 from runtime.data.samples import Problem, Sample
-from runtime.run import tracking, verdict
+from runtime.run import verdict
 from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config
-from runtime.system import git, library_logs
+from runtime.system import git, library_logs, user_files
 from runtime.system.process import (
     PROJECT,
     FolderLock,
@@ -282,8 +282,11 @@ class RunLog:
         }
         write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
         library_logs.write_to(folder)
-        starts = {"wandb": partial(tracking.start_wandb, folder, config)}
-        starts["tensorboard"] = partial(tracking.TensorBoard, folder, self.first + (start is not None))
+        first = self.first + (start is not None)
+        starts = {
+            "wandb": lambda: user_files.find("runtime.run.tracking:start_wandb")(folder, config),
+            "tensorboard": lambda: user_files.find("runtime.run.tracking:TensorBoard")(folder, first),
+        }
         found = {name: self._track(name, starts[name]) for name in dict.fromkeys(args.track)}
         self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
 
