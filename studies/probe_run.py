@@ -93,7 +93,6 @@ class Recorded:
     args: Any = None
     samples: list[list] = field(default_factory=list)  # by step
     in_loss: list[list[int]] = field(default_factory=list)  # by step: numbers of samples
-    arrays: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by step: flat arrays of main, [N + 1]
     updates: list[list[Update]] = field(default_factory=list)  # by step, of the policy
     critic: list[list[Update]] = field(default_factory=list)  # by step, of ppo.py's critic
     calls: list[dict[str, Call]] = field(default_factory=list)  # by step: first call of each of CALLED
@@ -118,6 +117,7 @@ class Recorder:
         self.found = Recorded(probe)
         self.pending: dict[str, list] = {}  # what has been added since the last optimizer step
         self.losses: dict[str, float] = {}
+        self.weighed: list[int] = []  # numbers of the samples in the loss of the next optimizer step
 
     def install(self, script: ModuleType) -> None:
         """Wrap what every copy of a script calls in phases 6, 7 and 9."""
@@ -139,6 +139,7 @@ class Recorder:
         utils.ADAM_EPS = 1e-2
         utils.hf_thread = self.engine.run
         watching.watch(utils.UpdateStats, "__init__", self.begin)
+        watching.watch(script, "loss_weights", self.weigh)
         watching.watch(utils.UpdateStats, "add", self.add)
         watching.watch(zero, "backward", self.backward)
         watching.watch(deepspeed.DeepSpeedEngine, "step", self.step)
@@ -156,18 +157,16 @@ class Recorder:
         return record
 
     def begin(self, *_) -> None:
-        """Record the batch, now that phase 6 is complete."""
-        names = watching.names_of_main()
-        found = self.found
-        found.samples.append(list(names["samples"]))
-        found.in_loss.append(list(names.get("in_loss", [])))
-        arrays = {}
-        for name, value in names.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == names.get("slots"):
-                arrays[name] = value.detach().clone()
-        found.arrays.append(arrays)
-        found.updates.append([])
-        found.critic.append([])
+        """Begin a step, now that its phase 6 is complete."""
+        self.found.samples.append([])
+        self.found.in_loss.append([])
+        self.found.updates.append([])
+        self.found.critic.append([])
+
+    def weigh(self, samples: list, in_loss: list[int], _) -> None:
+        """Note the samples of the next optimizer step, by the arguments of the script's ``loss_weights``."""
+        self.found.samples[-1] = list(samples)
+        self.weighed = list(in_loss)
 
     def add(self, stats, mb, t, loss_T: torch.Tensor, pieces: dict) -> None:
         """Record a micro-batch of the policy: its ``Tokens`` and their loss."""
@@ -196,6 +195,8 @@ class Recorder:
                 whole = tokens.setdefault(name, torch.full((count + 1,), torch.nan, dtype=torch.float64))
                 whole[places] = value
         tokens = {name: value[:-1] for name, value in tokens.items()}
+        if not critic:  # the samples in the policy's loss of a step are in that of one optimizer step or another
+            self.found.in_loss[-1] = sorted({*self.found.in_loss[-1], *self.weighed})
         update = Update(tokens, self.losses.pop(kind, 0.0), gradient, torch.distributed.get_world_size())
         (self.found.critic if critic else self.found.updates)[-1].append(update)
 
