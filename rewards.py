@@ -35,13 +35,16 @@ from pathlib import Path
 
 import numpy as np
 
+from graders.code.code_tests import code_error, names_wanted
+from graders.code.code_tests import program_in as _program_in
+from graders.code.code_tests import read_tests as _code_tests
+from graders.code.code_tests import run_tests as _run_tests
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.data.rendering import TODAY
 from runtime.data.samples import earlier_turns
 from runtime.environments import chat, episodes
 from runtime.grading.algebra import parts_of
 from runtime.grading.answers import alternatives, equal, is_echo, tidy
-from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
 from runtime.grading.conversation_scorer import ConversationScorer
 from runtime.grading.final_answer import (
     INVISIBLE,

@@ -7,8 +7,9 @@ A file:     no function above 80 lines except ``main`` (grpo.py 200, ppo.py 265,
             blocks nested at most 6 deep; at most 10 tokens per code line on average, so packing lines meets no limit.
 A package:  runtime/ has eight packages on four levels. Each has a line budget, which counts all of its files, and
             imports only packages of lower levels.
-Imports:    studies, scripts -> grpo, ppo -> utils -> rewards, kl_estimators -> runtime; no cycle, not even one through
-            code under ``if __name__ == "__main__"``, and no import of the project inside a function.
+Imports:    studies, scripts -> grpo, ppo -> utils -> rewards, kl_estimators -> runtime; graders -> runtime.system; no
+            cycle, not even one through code under ``if __name__ == "__main__"``, and no import of the project inside a
+            function.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ BUDGETS = {
 LEVELS = (
     {"runtime.system"},
     {"runtime.arguments", "runtime.data", "runtime.grading"},
-    {"runtime.training", "runtime.environments"},
+    {"runtime.training", "runtime.environments", "graders"},
     {"runtime.engine", "runtime.run"},
     {"rewards", "kl_estimators"},
     {"utils"},
@@ -104,7 +105,7 @@ def local_names(function: ast.FunctionDef) -> int:
 
 def project_files(root: Path = ROOT) -> list[Path]:
     """Return the project's Python files except its tests."""
-    folders = (root / "runtime", root / "scripts", root / "studies")
+    folders = (root / "runtime", root / "graders", root / "scripts", root / "studies")
     return sorted([*root.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
 
 
@@ -122,17 +123,18 @@ def budget_lines(root: Path = ROOT) -> dict[str, int]:
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Return the files of the top level and of runtime/ by module name, packages (``__init__``) included."""
+    """Return the files of the top level, runtime/ and graders/ by module name, packages (``__init__``) included."""
     files = {}
-    for path in [*root.glob("*.py"), *(root / "runtime").rglob("*.py")]:
+    for path in [*root.glob("*.py"), *(root / "runtime").rglob("*.py"), *(root / "graders").rglob("*.py")]:
         parts = path.relative_to(root).with_suffix("").parts
         files[".".join(part for part in parts if part != "__init__")] = path
     return files
 
 
 def unit(module: str) -> str:
-    """Return the entry of LEVELS to which a module belongs: its package below runtime/, or itself."""
-    return ".".join(module.split(".")[:2])
+    """Return the entry of LEVELS to which a module belongs: its package below runtime/, or its first name."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "runtime" else 1])
 
 
 @functools.cache

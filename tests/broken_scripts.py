@@ -177,7 +177,12 @@ def edited(files: dict[str, str], breakage: Breakage, script: str) -> dict[str, 
 
 def project_files(root: Path) -> dict[str, str]:
     """The files that a run imports or reads, by their path in the project."""
-    paths = [*root.glob("*.py"), *root.glob("runtime/**/*.py"), *root.glob("runtime/**/*.toml")]
+    paths = [
+        *root.glob("*.py"),
+        *root.glob("runtime/**/*.py"),
+        *root.glob("graders/**/*.py"),
+        *root.glob("runtime/**/*.toml"),
+    ]
     return {str(path.relative_to(root)): path.read_text() for path in paths}
 
 

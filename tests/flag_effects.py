@@ -250,9 +250,9 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         evaluating.pop()
 
     def note_workers(_, verifiers) -> None:
-        from runtime.system import sandbox
+        from runtime.system import process
 
-        seen["verifier processes"] = len(sandbox.children(verifiers.pool.nursery.process.pid))
+        seen["verifier processes"] = len(process.children(verifiers.pool.nursery.process.pid))
 
     def note_result(_, log, result) -> None:
         seen.setdefault("evaluated steps", []).append(result["step"])
@@ -456,7 +456,7 @@ def build_on_gpus(module, args, seen: dict[str, Any], patch, count: int) -> None
 
 def hinder(stage: str, patch) -> None:
     """Apply a stage's obstacle to the process of a run."""
-    from runtime.system import sandbox
+    from graders.code import sandbox
 
     if stage == "no namespaces":
         patch.setattr(sandbox, "namespaces_refused", lambda: "as this test pretends")
@@ -769,7 +769,7 @@ def unhooked(breakage: broken_scripts.Breakage, file: str) -> tuple[bool, str]:
         folder = Path(name)
         for path in ROOT.glob("*.py"):
             shutil.copy(path, folder)
-        for part in ("runtime", "tests"):
+        for part in ("runtime", "graders", "tests"):
             shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
         for path, text in changed.items():
             (folder / path).write_text(text)

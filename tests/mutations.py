@@ -196,7 +196,7 @@ def survivors() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         for source in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
             shutil.copy(source, folder)
-        for name in ("runtime", "tests", "scripts", "studies", "docs"):
+        for name in ("runtime", "graders", "tests", "scripts", "studies", "docs"):
             shutil.copytree(ROOT / name, Path(folder) / name)
         run = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *TESTS]
         run += ["-k", "kl or test_loss or fresh_step"]

@@ -40,7 +40,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("grpo.py", "ppo.py", "utils.py", "rewards.py", "kl_estimators.py")
-FILES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "runtime").rglob("[!_]*.py"))))
+PACKAGES = ("graders", "runtime")
+PARTS = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("[!_]*.py"))]
+FILES = (*SCRIPTS, *(str(path.relative_to(ROOT)) for path in PARTS))
 PLACES = ("tests/unit", "tests/runs", "tests/launch")  # each traced and tried before the next
 EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
 # Imported once, by the server: the largest part of the start of a test.
@@ -474,7 +476,7 @@ class Server:
         pid = os.fork()
         if pid == 0:
             code = FORK_FAILED
-            for name in [name for name in sys.modules if name.partition(".")[0] == "runtime"]:
+            for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
                 del sys.modules[name]  # what the server has imported of it has no mutation
             try:
                 os.setsid()

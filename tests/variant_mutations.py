@@ -122,7 +122,7 @@ def survivors(names: list[str]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         for source in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
             shutil.copy(source, folder)
-        for name in ("runtime", "tests", "scripts", "studies", "docs", "variants"):
+        for name in ("runtime", "graders", "tests", "scripts", "studies", "docs", "variants"):
             shutil.copytree(ROOT / name, Path(folder) / name)
         for what, file, text, other, tests in tried:
             path = Path(folder) / "variants" / file

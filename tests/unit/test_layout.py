@@ -18,10 +18,11 @@ SEARCHED = (ast.Expr, ast.Assign, ast.Import, ast.ImportFrom)  # statements that
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A copy of the Python files of the top level and of runtime/."""
+    """A copy of the Python files of the top level, of runtime/ and of graders/."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("runtime", "graders"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
@@ -49,6 +50,8 @@ MAIN = 'if __name__ == "__main__":\n    '
 VIOLATIONS = {
     "an upward import": ("runtime/data/sources.py", "from runtime.training import batching\n", "not on a lower level"),
     "an import beside it": ("runtime/run/logger.py", "from runtime.engine import client\n", "not on a lower level"),
+    "a grader that imports a run": ("graders/code/new.py", "from runtime.run import logger\n", "not on a lower level"),
+    "an import of a grader": ("runtime/data/sources.py", "from graders import code\n", "not on a lower level"),
     "an import in a function": (
         "runtime/run/logger.py",
         "def late():\n    from runtime.system import process\n    return process\n",
