@@ -50,7 +50,6 @@ from graders.text import (
 )
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.environments import episodes
-from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
 from runtime.system import user_files
 from runtime.system.process import refuse
 from runtime.system.verifier_pool import VerifierPool, names_of
@@ -283,25 +282,19 @@ def ifeval(response: str, truth: str, row: dict) -> Reward:
     return _judged(fraction == 1 and re.search(r"\w", text) is not None, text or None, constraints=fraction)
 
 
-# ------------------------------------------------------------------------------- models' programs, run by sandbox.py
-
-
 def code(response: str, truth: str, row: dict) -> Reward:
     """Score 1 if the program passes all tests of the truth: the response's last fenced block of Python, or all of it.
 
     Tests are JSON, ``[{"input": [1, 2], "output": 3}]`` for the function named by the row's ``entry_point`` or
     ``[{"stdin": "1 2", "stdout": "3"}]`` for a whole program, or ``{"inputs": ..., "outputs": ..., "fn_name": ...}`` as
     in APPS, or Python, assertions or ``def check(candidate): ...`` as in HumanEval, where the row's ``prompt`` comes
-    before the program. There is the standard library, and what sandbox.PACKAGES lists.
+    before the program. There is the standard library, and what graders/code/sandbox.py lists as PACKAGES.
     """
     try:
-        tests = _code_tests(truth, row)
-        program = _program_in(after_thinking(response), names_wanted(tests))
-        if not program.strip() or len(program) > 100 * LONGEST_ANSWER:
-            return _judged(0, None)
-        return _judged(not _run_tests(program, tests), program)
-    except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-        return Reward(0.0, status="unscorable", detail=f"tests: {type(error).__name__}: {error}")
+        passed, program = user_files.find("graders.code:judge")(response, truth, row)
+    except ValueError as error:
+        return Reward(0.0, status="unscorable", detail=str(error))
+    return _judged(passed, program)
 
 
 # ---------------------------------------------------------------------------------------- by name, and several of them
@@ -417,7 +410,7 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
             find_verifier(name)
             continue  # your own may take anything; RewardPool.check tries it once
         if name == "code":
-            if wrong := code_error(truth, row):
+            if wrong := user_files.find("graders.code:code_error")(truth, row):
                 return wrong
             continue
         if name == "math" and (wrong := user_files.find("graders.math:no_answer")(truth, row)):

@@ -50,8 +50,8 @@ from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
 from runtime.environments import episodes
-from runtime.grading.intervals import interval_text, rate_interval
 from runtime.run import directory, identity
+from runtime.run.intervals import interval_text, rate_interval
 from runtime.system import process
 from runtime.system.redaction import HIDDEN
 from runtime.training import model_files

@@ -37,7 +37,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 from runtime.arguments.flags import PRESENTATION
-from runtime.grading.intervals import mean_interval, rate_interval, wilson
+from runtime.run.intervals import mean_interval, rate_interval, wilson
 from runtime.run.logger import own_pieces
 from runtime.run.run_files import PHASES, control_of, read, read_config, series
 from runtime.system.jsonl import records

@@ -35,8 +35,8 @@ import plot
 
 import grpo
 from runtime.arguments.flags import PRESENTATION
-from runtime.grading.intervals import mean_interval
 from runtime.run import directory
+from runtime.run.intervals import mean_interval
 from runtime.system import process
 
 matplotlib.use("Agg")  # no display on a cluster

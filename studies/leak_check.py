@@ -33,7 +33,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runtime/ is no package that is installed
 
-from runtime.grading.intervals import t_quantile
+from runtime.run.intervals import t_quantile
 
 FLAGS = {
     "model_name_or_path": ROOT / "models" / "testbed-1",

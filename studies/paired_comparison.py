@@ -46,8 +46,8 @@ import run_many
 import script_loader
 
 from runtime.arguments import flags
-from runtime.grading.intervals import Z, interval_text, mean_interval
 from runtime.run import directory
+from runtime.run.intervals import Z, interval_text, mean_interval
 from runtime.run.run_files import read
 from runtime.system import process
 

@@ -48,8 +48,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import paired_comparison
 import run_many
 
-from runtime.grading.intervals import t_quantile
 from runtime.run import directory
+from runtime.run.intervals import t_quantile
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "docs" / "evidence" / "data" / "ab_runs.csv"

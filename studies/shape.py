@@ -59,7 +59,7 @@ PARTS = {
 LEVELS = (
     {"runtime.system"},
     {"graders"},
-    {"runtime.arguments", "runtime.data", "runtime.grading"},
+    {"runtime.arguments", "runtime.data"},
     {"runtime.training", "runtime.environments"},
     {"runtime.engine", "runtime.run"},
     {"rewards", "kl_estimators"},

@@ -30,8 +30,8 @@ from runtime.data.sources import (
     rows_of,
     source_name,
 )
-from runtime.system import sandbox
-from runtime.system.process import on_a_line, print_on_rank_0, refuse
+from runtime.system import user_files
+from runtime.system.process import PROJECT, on_a_line, print_on_rank_0, refuse
 
 # For data sets, or verifiers chosen by the columns, that say nothing about the form of an answer. Where sums can be
 # negative, the example shows one: what is never sampled is never learned, and a minus sign is rare without it.
@@ -99,6 +99,7 @@ class Columns:
     verifier_key: str | None  # column that names a row's verifiers; where it is empty, ``verifier`` counts
     system: str | None  # system prompt
     replaces: bool  # whether it takes the place of a row's own; else it is for rows without one
+    isolated: bool  # whether rows are checked with a sandbox for the verifier ``code``
 
 
 def value_of(row: dict[str, Any], key: str) -> Any:
@@ -163,6 +164,7 @@ def _names(columns: Iterable) -> str:
 def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns:
     """Return the columns of a source: those of the flags, or else those known by its first rows.
 
+    Prepares the sandbox if a row may be for the verifier ``code``, since its tests are run when rows are checked.
     ``batches`` of rows are read only as far as it takes. Ends with exit code 2 when no row has such a column.
     """
     batches = iter(batches)
@@ -197,7 +199,10 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     system = args.system_prompt if args.system_prompt is not None else task_system_prompt(source)
     if system is None and not given:
         system = SYSTEM_PROMPTS.get(verifier)
-    return Columns(prompt, truth, given or verifier, verifier_key, system, args.system_prompt is not None)
+    verifier = given or verifier
+    may_run = "code" in verifier or verifier_key is not None
+    isolated = may_run and not user_files.find("graders.code:prepare")(args.allow_unsafe_code_exec)
+    return Columns(prompt, truth, verifier, verifier_key, system, args.system_prompt is not None, isolated)
 
 
 def task_system_prompt(source: str) -> str | None:
@@ -445,14 +450,12 @@ def check_rows(source: str, raws: list, args, check: Check):
     import datasets
 
     columns = look_at(source, _batches(raws), args, check)
-    code = [*sorted(Path(__file__).parent.parent.rglob("*.py")), Path(inspect.getfile(check))]
+    code = [*PROJECT.glob("runtime/**/*.py"), *PROJECT.glob("graders/**/*.py"), Path(inspect.getfile(check))]
     for name in columns.verifier.split(","):
         own = Path(name.rpartition(":")[0])
         if own.is_file():
             code.append(own)
-    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
-    isolated = ("code" in columns.verifier or columns.verifier_key) and not sandbox.namespaces_refused()
-    rules = digest(repr([columns, sandbox.allow_unsafe, bool(isolated)]).encode(), digest_of_files(code).encode())
+    rules = digest(repr([columns, args.allow_unsafe_code_exec]).encode(), digest_of_files(sorted(code)).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
     kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
     checked = []
@@ -489,7 +492,6 @@ def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     """Return all usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
-    sandbox.allow_unsafe = args.allow_unsafe_code_exec  # the rows' own solutions are run
     if source.startswith(GYM):
         problems = _read_small(source, gym_rows(source, args.seed), args, check)
     else:
@@ -643,7 +645,7 @@ def check_sandbox(problems: list[Problem], args) -> None:
     """Exit if the kernel offers no sandbox for models' programs, unless the user accepts that."""
     if not any("code" in problem.verifier.split(",") for problem in problems):
         return
-    why = sandbox.namespaces_refused()
+    why = user_files.find("graders.code:prepare")(args.allow_unsafe_code_exec)
     if not why:
         return
     if not args.allow_unsafe_code_exec:
@@ -652,9 +654,6 @@ def check_sandbox(problems: list[Problem], args) -> None:
             f"namespaces are allowed, or accept time and memory limits alone with --allow_unsafe_code_exec"
         )
     print_on_rank_0(f"warning: --allow_unsafe_code_exec: programs run with this user's rights, no sandbox ({why})")
-
-
-# --------------------------------------------------------------------------------------------------------- token ids
 
 
 # ------------------------------------------------------------------------------------------ the order of a run's draws

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from runtime.grading.intervals import interval_text, paired_gain
 from runtime.run.doctor import Case, examine
+from runtime.run.intervals import interval_text, paired_gain
 from runtime.run.run_files import control_of, read
 from runtime.system.process import write_whole
 

@@ -263,6 +263,18 @@ class Fork:
 os.register_at_fork(before=Fork.before, after_in_child=Fork.in_child)
 
 
+def children(pid: int) -> list[int]:
+    """Return the pids of a process's children, started by any of its threads or adopted; [] once it has ended."""
+    found = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as f:
+                found += map(int, f.read().split())
+    except OSError:
+        pass
+    return found
+
+
 def die_with_parent() -> None:
     """Let the kernel kill this process when the thread that started it ends, in whatever way (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

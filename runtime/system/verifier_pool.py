@@ -12,7 +12,7 @@ from concurrent.futures import Future, TimeoutError, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from runtime.system import process, sandbox, user_files
+from runtime.system import process, user_files
 from runtime.system.redaction import redact
 from runtime.system.workers import Nursery, code_of_run
 
@@ -42,10 +42,9 @@ def start_worker(verifiers: list[str], unsafe: bool) -> None:
     import resource
 
     process.live_for_parent()
-    sandbox.allow_unsafe = unsafe
     sys.set_int_max_str_digits(0)  # what takes too long is killed; an exception here would be taken for a bug
-    if "code" in verifiers:
-        sandbox.namespaces_refused()  # starts the server of this worker's sandboxes
+    if any("code" in names_of(verifier) for verifier in verifiers):
+        user_files.find("graders.code:prepare")(unsafe)
     resource.setrlimit(resource.RLIMIT_AS, (WORKER_MEMORY, WORKER_MEMORY))
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from runtime.system import process
 from runtime.system.library_logs import LIBRARIES
-from runtime.system.sandbox import children
+from runtime.system.process import children
 
 # NumPy's own arithmetic: a thread per core is none that a fork could keep. The order of a set of strings: alike in all.
 VARIABLES = {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, run_here, tiny_args
 
+from graders.code import sandbox
 from rewards import RewardPool, find_verifier
-from runtime.system import sandbox
 
 FAST = {"(0, 1, 5)": "(0, 0.05, 0.05)", "timeout=15": "timeout=0.5"}  # what the tests change in the page's programs
 

@@ -18,7 +18,7 @@ SEARCHED = (ast.Expr, ast.Assign, ast.Import, ast.ImportFrom)  # statements that
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A copy of the Python files of the top level and of runtime/."""
+    """A copy of the Python files of the top level, of runtime/ and of graders/."""
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
     for folder in ("graders", "runtime"):

@@ -23,13 +23,13 @@ from helpers import ROOT, make_samples
 
 import ppo
 import rewards
+from graders.code import code_tests, sandbox
 from grpo import Args
 from rewards import VERIFIERS, Reward, RewardPool, combine, exact, find_verifier, last_number, parse_weights
 from runtime.data.samples import Problem
-from runtime.grading import code_tests
 from runtime.run import directory, logger, verdict
 from runtime.run.run_files import control_of
-from runtime.system import process, sandbox, verifier_pool, workers
+from runtime.system import process, verifier_pool, workers
 
 MINE = ROOT / "tests" / "verifiers.py"
 
@@ -318,11 +318,11 @@ def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, ver
     monkeypatch.setattr(sandbox, "allow_unsafe", False)
     monkeypatch.setattr("resource.setrlimit", lambda *a: None)
     monkeypatch.setattr(sys, "set_int_max_str_digits", lambda digits: None)
-    monkeypatch.setattr(verifier_pool.importlib, "import_module", started.append)
+    monkeypatch.setattr("importlib.import_module", lambda name: started.append(name) or sys.modules.get(name))
     verifier_pool.prepare_workers(rewards._verify, [verifier])
     verifier_pool.start_worker([verifier], unsafe=True)
-    assert started == [verifier][verifier == "exact" :]
-    assert sandbox.allow_unsafe, "--allow_unsafe_code_exec reaches the process that runs code"
+    assert started == {"exact": [], "code": ["graders.code", "code"], "reasoning_gym": ["reasoning_gym"]}[verifier]
+    assert sandbox.allow_unsafe == (verifier == "code"), "--allow_unsafe_code_exec reaches the process that runs code"
 
 
 @pytest.mark.integration
@@ -616,7 +616,7 @@ if __name__ == "__main__":
     rewards.code("f = lambda: 1", '[{"input": [], "output": 1}]', {"entry_point": "f"})
     own.write_text("def same(response, truth, row): return -1.0")
     (project / "rewards.py").write_text((project / "rewards.py").read_text().replace("Reward(correct,", "Reward(0.25,"))
-    (project / "runtime" / "system" / "sandbox.py").write_text("not Python")
+    (project / "graders" / "code" / "sandbox.py").write_text("not Python")
     score()
     pool.result(pool.submit(f"{own}:hangs", "x", "x", {}))
     score()
@@ -652,7 +652,7 @@ def test_an_edit_is_for_the_next_run(tmp_path):
     scores, code, *refused = done.stdout.strip().splitlines()[-3:]
     assert scores == str([1.0] * 8), done.stdout
     assert code == "1.0" or sandbox.namespaces_refused()
-    assert refused and "rewards.py, sandbox.py has changed since this run began" in refused[0], done.stdout
+    assert refused and "sandbox.py, rewards.py has changed since this run began" in refused[0], done.stdout
 
 
 def problem(verifier: str) -> Problem:
@@ -794,14 +794,14 @@ BLOCK = f"```python\n{PROGRAM}\n```"
 )
 def test_where_a_program_is_in_a_response(response):
     scope = {}
-    exec(code_tests._program_in(response), scope)
+    exec(code_tests.program_in(response), scope)
     assert scope["f"]() == 1
 
 
 def test_programs_are_found_in_linear_time():
     start = time.perf_counter()
     for text in ("~~~", "`", "```\n", "<answer>", " ", "~ `", "```\n" + " " * 50, "``` x", "</answer><answer>"):
-        code_tests._program_in(text * (200_000 // len(text)))
+        code_tests.program_in(text * (200_000 // len(text)))
     assert time.perf_counter() - start < 5
 
 

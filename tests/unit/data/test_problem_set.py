@@ -21,6 +21,7 @@ from helpers import ROOT, make_samples, read_jsonl
 
 import grpo
 import ppo
+from graders.code import sandbox
 from grpo import Args
 from rewards import truth_error
 from runtime.arguments import flags
@@ -755,7 +756,7 @@ def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
 
 def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
 
-    monkeypatch.setattr(problem_set.sandbox, "namespaces_refused", lambda: "not permitted")
+    monkeypatch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
     content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
     with pytest.raises(SystemExit) as end:
         from_file(tmp_path, content, verifier="code")

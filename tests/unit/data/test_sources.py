@@ -17,12 +17,12 @@ import pyarrow.parquet
 import pytest
 from helpers import ROOT, real, script
 
+from graders.code import sandbox
 from grpo import Args
 from rewards import truth_error
 from runtime.arguments import values
 from runtime.data import problem_set, rendering, samples, sources
 from runtime.run import directory
-from runtime.system import sandbox
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:

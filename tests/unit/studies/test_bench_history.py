@@ -141,7 +141,8 @@ def test_a_commit_with_a_sleep_in_its_update_is_caught(tiny, tmp_path, capsys):
         project.mkdir()
         for path in ROOT.glob("*.py"):
             shutil.copy(path, project)
-        shutil.copytree(ROOT / "runtime", project / "runtime")
+        for part in ("runtime", "graders"):
+            shutil.copytree(ROOT / part, project / part)
         shutil.copytree(ROOT / "docs", project / "docs", ignore=shutil.ignore_patterns("*.png"))
         (project / "utils.py").write_text((project / "utils.py").read_text() + edit)
         verdicts.append(bench_history.main([*line, "--project", str(project), "--gate", "--repeats", "2"]))

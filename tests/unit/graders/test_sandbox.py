@@ -26,10 +26,9 @@ from sandbox_attacks import FAMILIES, LINES, F
 
 import grpo
 import rewards
+from graders.code import code_tests, sandbox
+from graders.code.sandbox import Sandbox
 from rewards import RewardPool, code
-from runtime.grading import code_tests
-from runtime.system import sandbox
-from runtime.system.sandbox import Sandbox
 
 REFUSED = sandbox.namespaces_refused()
 isolated = pytest.mark.skipif(bool(REFUSED), reason=f"the kernel gives no namespaces here: {REFUSED}")
@@ -916,7 +915,7 @@ def test_the_session_keyring_is_left():
     program = f"""
 import ctypes, sys
 sys.path.insert(0, {str(ROOT)!r})
-from runtime.system import sandbox
+from graders.code import sandbox
 libc = ctypes.CDLL(None)
 if libc.syscall({calls["keyctl"]}, 1, None) < 0:
     print("no keys")
@@ -1098,7 +1097,7 @@ def test_a_killed_server_is_replaced():
 AS_USER = """
 import os, sys
 from pathlib import Path
-from runtime.system import sandbox
+from graders.code import sandbox
 
 library = str(Path(sys.base_prefix).resolve())
 closed = [folder for folder in Path(library).parents if not folder.stat().st_mode & 1]

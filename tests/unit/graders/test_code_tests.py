@@ -7,7 +7,7 @@ import json
 import pytest
 
 import rewards
-from runtime.grading.code_tests import _same_output
+from graders.code.code_tests import _same_output
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 WRONG = ADD.replace("a + b", "a - b")

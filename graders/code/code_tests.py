@@ -12,9 +12,9 @@ import textwrap
 from dataclasses import dataclass
 from fractions import Fraction
 
+from graders.code import sandbox
+from graders.code.sandbox import OWN_CLASS, Sandbox
 from graders.text import in_last_tag
-from runtime.system import sandbox
-from runtime.system.sandbox import OWN_CLASS, Sandbox
 
 CODE_SECONDS = 5.0  # of wall time for one program; a row's column time_limit changes it
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.1, 600.0  # what such a column may say
@@ -101,7 +101,7 @@ def _input_output_tests(truth: str, row: dict) -> CodeTests:
     return CodeTests(entry, _time_limit(row), calls=tuple(calls), method=True)
 
 
-def _code_tests(truth: str, row: dict) -> CodeTests:
+def read_tests(truth: str, row: dict) -> CodeTests:
     """Read the tests of a row. Raises ValueError, or the errors of Python and JSON, for invalid tests."""
     entry, seconds = str(row.get("entry_point") or ""), _time_limit(row)
     parts = [part.removesuffix("()") for part in entry.split(".")]
@@ -118,7 +118,7 @@ def _code_tests(truth: str, row: dict) -> CodeTests:
     else:
         found = json.loads(truth)
         if found and all(isinstance(line, str) for line in found):  # assertions one by one, as in MBPP
-            return _code_tests("\n".join(found), row)
+            return read_tests("\n".join(found), row)
         if not isinstance(found, list) or not found or not all(isinstance(test, dict) for test in found):
             raise ValueError("JSON must be a list of tests")
         kinds = {type(test.get(key)) for test in found for key in ("input", "output")}
@@ -385,7 +385,7 @@ def _passes(program: str, tests: CodeTests) -> str:
     return verdict["why"] or "the test failed"
 
 
-def _run_tests(program: str, tests: CodeTests) -> str:
+def run_tests(program: str, tests: CodeTests) -> str:
     """Return why the program fails; "" if it passes all tests. Raises UnusableTests, and OSError without a sandbox."""
     if tests.check:
         return _passes(program, tests)
@@ -419,7 +419,7 @@ def names_wanted(tests: CodeTests) -> set[str]:
     return {tests.entry.partition(".")[0].removesuffix("()")} - {""}
 
 
-def _program_in(text: str, names: set[str] = frozenset()) -> str:
+def program_in(text: str, names: set[str] = frozenset()) -> str:
     """Return the last fenced block marked as Python, or else the last without a mark, or else the entire text.
 
     A later block that defines none of the ``names``, where an earlier one does, is an example of how they are used. A
@@ -463,7 +463,7 @@ def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
     """Return (column, program) of a row that holds a right program, or ("", "") if it holds none but perhaps prose."""
     for column in SOLUTION_COLUMNS:
         text = row.get(column)
-        program = _program_in(text) if isinstance(text, str) else ""
+        program = program_in(text) if isinstance(text, str) else ""
         for whole in (program, tests.before + program):
             with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
                 if program.strip() and ast.parse(whole).body:
@@ -478,7 +478,7 @@ def code_error(truth: str, row: dict) -> str:
     stand-in: it shows what does not load, and arguments that cannot be passed.
     """
     try:
-        tests = _code_tests(truth, row)
+        tests = read_tests(truth, row)
         if sandbox.namespaces_refused() and not sandbox.allow_unsafe:
             return ""  # nothing may run: the run ends at its start
         column, program = _own_solution(row, tests)
@@ -486,7 +486,7 @@ def code_error(truth: str, row: dict) -> str:
             wrong = (_obstacle(tests) or _try_tests(tests)) if tests.check else ""
             return wrong and f"tests: {wrong}"
         try:
-            wrong = _run_tests(program, tests)
+            wrong = run_tests(program, tests)
         except UnusableTests as error:
             wrong = str(error)
     except (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError) as error:

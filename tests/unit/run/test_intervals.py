@@ -1,4 +1,4 @@
-"""runtime/grading/intervals.py: 95 % intervals hold the truth, also where everything or nothing is right."""
+"""runtime/run/intervals.py: 95 % intervals hold the truth, also where everything or nothing is right."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import report
 
 import utils
 from runtime.data.samples import Problem, Sample
-from runtime.grading.intervals import interval_text, mean_interval, paired_gain, rate_interval, t_quantile, wilson
 from runtime.run import verdict
+from runtime.run.intervals import interval_text, mean_interval, paired_gain, rate_interval, t_quantile, wilson
 
 
 def test_wilson():

@@ -1,4 +1,0 @@
-"""Decides whether an answer is correct: mathematics, units, instructions, programs, and the pool of verifier processes.
-
-Level 2: imports ``runtime.system`` only and loads no model.
-"""
