@@ -1,13 +1,15 @@
-"""Load users' Python files: verifiers and environments. A run reads each file once; later edits do not affect it."""
+"""Load by name what a flag asks for: users' files, each of which a run reads once, and modules of the project."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import linecache
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 texts: dict[str, str] = {}  # path -> text; a worker gets the texts that the run has read
 
@@ -36,3 +38,10 @@ def load(path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def find(name: str) -> Any:
+    """Return the object of a name: ``package.module:object`` of the project, or ``file.py:object`` of a user's file."""
+    place, _, attribute = name.rpartition(":")
+    module = load(place) if place.endswith(".py") else importlib.import_module(place)
+    return getattr(module, attribute)

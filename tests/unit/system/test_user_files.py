@@ -1,0 +1,19 @@
+"""Objects by name: of the project's own modules, and of users' files."""
+
+import pytest
+
+from runtime.system import user_files
+
+
+def test_find_returns_an_object_of_the_project_or_of_a_users_file(tmp_path):
+    (tmp_path / "my.game.py").write_text("class Guess:\n    pass\n")
+    assert user_files.find("runtime.system.user_files:find") is user_files.find
+    found = user_files.find(f"{tmp_path}/my.game.py:Guess")
+    assert found.__name__ == "Guess"
+    assert user_files.find(f"{tmp_path}/my.game.py:Guess") is found  # the file is run once
+    with pytest.raises(AttributeError, match="Chess"):
+        user_files.find(f"{tmp_path}/my.game.py:Chess")
+    with pytest.raises(AttributeError, match="lost"):
+        user_files.find("runtime.system.user_files:lost")
+    with pytest.raises(ModuleNotFoundError, match=r"runtime\.system\.nothing"):
+        user_files.find("runtime.system.nothing:find")
