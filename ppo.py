@@ -662,7 +662,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         # Off on CPUs: if a chunk ends mid-prompt, vLLM rewinds the random generator, which fails for CPU generators.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
-        distributed_executor_backend="external_launcher" if world_size > 1 and not args.engine_process else None,
+        distributed_executor_backend="external_launcher" if world_size > 1 else None,
         enable_sleep_mode=args.vllm_sleep != "off" and cuda,
         logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
         generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling

@@ -29,7 +29,7 @@ from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_
 from runtime.arguments import flags
 from runtime.data import rendering
 from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, is_graded, majority, pass_at_k
-from runtime.engine import choices, scripted_turns
+from runtime.engine import choices
 from runtime.run import directory, identity, logger, saving
 from runtime.system import process
 from runtime.system.process import refuse, resident_bytes
@@ -118,8 +118,6 @@ def setup_run(args, ready: tuple) -> Run:
         print(f"rows       {run.layout} ({chosen.layout_reason}), {run.attention} attention")
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(run.sizes).items())} ({chosen.reason})")
         print("\n".join(kl_lines(args)), flush=True)
-        if args.environment is not None:
-            print("\n".join(scripted_turns.describe_turns(problems[0], tokenizer, args)), flush=True)
     return run
 
 

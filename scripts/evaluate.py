@@ -62,7 +62,7 @@ TRAINING = (
     "temperature",  # --eval_temperature counts
     *("track", "log_samples", "gradient_checkpointing", "eval_dataset", "generation_size", "dynamic_sampling_rounds"),
     *("dataset_filter", "reward_control", "check_verifier_status", "reward_scaling", "reward_bias", "max_reward_clip"),
-    *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_logprob_diff", "engine_process"),
+    *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_logprob_diff"),
     *("vllm_engines", "vllm_tensor_parallel_size", "vllm_sleep", "micro_batch_tokens", "batch_layout", "zero_stage"),
     *("offload", "num_unique_prompts_rollout"),
 )
@@ -289,8 +289,7 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
     stop_ids = pretrained.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    # It would sleep until a first push; and a process could not import the script, whose name only this one knows.
-    args = dataclasses.replace(args, vllm_sleep="off", engine_process=False)
+    args = dataclasses.replace(args, vllm_sleep="off")  # it would sleep until a first push
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
     requests, sampling = prompt_order.eval_requests(len(problems), args)

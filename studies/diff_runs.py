@@ -157,7 +157,7 @@ def weights_of_vllm(llm) -> dict[str, Any]:
 def in_engine(_, engine, *__) -> dict[str, Any]:
     """Asked of a vLLM that stands still after a push; empty for any other engine."""
     args = engine.arguments[0]
-    if args.rollout != "vllm" or args.vllm_engines > 0 or args.engine_process or args.inflight_updates != "off":
+    if args.rollout != "vllm" or args.vllm_engines > 0 or args.inflight_updates != "off":
         return {}
     engine.inbox.put(("call", weights_of_vllm))
     return engine.receive("weights of the engine")[1]

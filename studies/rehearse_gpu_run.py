@@ -81,7 +81,6 @@ HERE = {
     "save_every": 1,
     "attn_implementation": "auto",
     "vllm_args": None,
-    "engine_process": False,
     "vllm_tensor_parallel_size": 1,
     "tokenizer_name_or_path": None,
     "track": (),
@@ -203,7 +202,7 @@ def give_back() -> None:
 def take_part(folder: Path, script: str, words: list[str]) -> None:
     """Run one rank here, with the changes of changes.json in the folder; adds a line to its file: bytes by phase."""
     sys.path.insert(0, str(Path(script).resolve().parent))
-    module = importlib.import_module(Path(script).stem)  # by a name that the process of --engine_process finds, too
+    module = importlib.import_module(Path(script).stem)
     args = flags.parse(module.Args, words=words)
     changes = json.loads((folder / "changes.json").read_text())
     for name, value in changes.items():

@@ -142,7 +142,6 @@ EVIDENCE: dict[str, Row] = {
     "inflight_updates": row("recompute", "versions of weights", **FEW, async_steps=1),
     "stop_strings": row(("e", "a"), "completions/length_mean", **VLLM),
     "ignore_eos": row(True, "completions/truncated_frac", "responses"),
-    "engine_process": row(True, "processes of engines"),
     # One process has no rank to spare: what they do in a launch of several is shown by
     # tests/launch/test_engine_ranks.py.
     "vllm_engines": row(1, "exit", "last words"),

@@ -71,7 +71,6 @@ OBSERVABLES = {
     "moves of the reference": "to a device, and back",
     "moves of the trainer": "of DeepSpeed's states to CPU memory and back",
     "verifier processes": "alive at the end of the run",
-    "processes of engines": "started by the trainer",
     "imports of own_library": "1 where --external_lib was imported",
     "DeepSpeed(...)": "an entry of the policy engine's configuration",
     "states that leave the GPU": "how often DeepSpeed has moved them",
@@ -344,13 +343,8 @@ def observe_passes(seen: dict[str, Any], patch) -> None:
 
 
 def observe_libraries(seen: dict[str, Any], patch) -> None:
-    """The arguments that reach vLLM and Weights & Biases, what vLLM does with them, and what is started for it."""
+    """The arguments that reach vLLM and Weights & Biases, and what vLLM does with them."""
     import wandb
-
-    from runtime.engine import engine_process
-
-    def note_process(*_) -> None:
-        seen["processes of engines"] = seen.get("processes of engines", 0) + 1
 
     def note_tracking(_, **named) -> None:
         seen["wandb.init"] = seen.get("wandb.init", 0) + 1
@@ -366,7 +360,6 @@ def observe_libraries(seen: dict[str, Any], patch) -> None:
 
         spy(patch, engine, "step", note_step)
 
-    spy(patch, engine_process.EngineProcess, "_start", note_process)
     spy(patch, wandb, "init", note_tracking)
     if "vllm" in sys.modules:
         spy(patch, sys.modules["vllm"], "LLM", note_engine)

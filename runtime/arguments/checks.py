@@ -249,13 +249,6 @@ def check_engine(args: RunFlags, world_size: int) -> None:
         refuse(f"--vllm_sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
     if args.rollout == "hf" and args.stop_strings:
         refuse("--stop_strings needs --rollout vllm")
-    if args.engine_process and tp > 1:
-        refuse(
-            f"--engine_process with --vllm_tensor_parallel_size {tp}: the engine would run in the processes of "
-            f"several trainers; drop --engine_process, or use --vllm_engines"
-        )
-    if args.engine_process and args.zero_stage == 3:
-        refuse("--engine_process with --zero_stage 3: no trainer holds the complete weights; use --zero_stage 2")
     if (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1):
         refuse(f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s) and needs --rollout vllm")
 
@@ -267,11 +260,6 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     """
     tp = args.vllm_tensor_parallel_size
     apart = args.vllm_engines > 0
-    if args.engine_process and apart:
-        refuse(
-            f"--engine_process with --vllm_engines {args.vllm_engines}: these engines already run in their own "
-            f"processes; drop --engine_process"
-        )
     if apart and args.rollout != "vllm":
         refuse(f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}")
     if apart and args.vllm_sleep != "off":

@@ -38,7 +38,6 @@ PRESENTATION = (
 RESOURCES = (
     "micro_batch_tokens",
     "gradient_checkpointing",
-    "engine_process",
     "vllm_sleep",
     "timeout",
     "max_logprob_diff",
@@ -223,9 +222,6 @@ class RunFlags:
     """Strings after which generation ends. The stop string remains part of the response."""
     ignore_eos: bool = False
     """Ignore EOS and always generate max_response_length tokens (for benchmarking)."""
-    engine_process: bool = False
-    """Run vLLM in a separate process on the trainer's device, so that the GIL cannot slow it down. Weights are copied
-    through shared memory. Default: vLLM runs in a thread of the trainer."""
     vllm_engines: int = 0
     """Number of engines on dedicated ranks: the last ranks of the launch, which only sample. 0: the engines run on the
     trainer ranks."""

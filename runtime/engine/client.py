@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from runtime.data import prompt_order
 from runtime.data.samples import Batch, Problem, Sample
-from runtime.engine import engine_process, engine_ranks
+from runtime.engine import engine_ranks
 from runtime.system import watchdog
 from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weight_bytes
 
@@ -30,8 +30,7 @@ class Engine:
     """vLLM (or transformers' generate) in a thread of this process; the thread alone touches it.
 
     Ranks that share an engine by tensor parallelism all run the same requests; the first of them reports the samples.
-    With --vllm_engines: this rank's part of the engines, which answer the same messages from ranks of their own. With
-    --engine_process the thread hands the messages on to a process.
+    With --vllm_engines: this rank's part of the engines, which answer the same messages from ranks of their own.
     """
 
     def __init__(
@@ -49,8 +48,6 @@ class Engine:
             self.own = range(rank, self.count, world_size)
             self.reports = True
             self.target = engine_ranks.Engines(args, watch).relay
-        if args.engine_process:
-            self.target = engine_process.EngineProcess(thread).relay
         self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
         self.watch = watch
@@ -58,13 +55,13 @@ class Engine:
         self.episodes = args.environment is not None
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
         # vLLM gives its sleeping memory to one engine of a process.
-        sleeps = args.vllm_sleep != "off" and torch.cuda.is_available() and not args.engine_process
+        sleeps = args.vllm_sleep != "off" and torch.cuda.is_available()
         able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
         self.restarts = RESTARTS if able else 0
         self.failure = ""  # the last reason to build the engine again
         self.untried = args.rollout == "vllm"  # until its first sample: it may not be able to serve this model
         # It samples while this rank trains, in a thread of this process.
-        self.beside = args.async_steps > 0 and args.vllm_engines == 0 and not args.engine_process
+        self.beside = args.async_steps > 0 and args.vllm_engines == 0
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
         beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
         self.copies_weights = beside_training or args.vllm_sleep == "all"

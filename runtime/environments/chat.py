@@ -304,8 +304,6 @@ class Chat:
                     f"--environment: {self.name} writes an earlier message differently once more turns follow, but the "
                     f"model keeps the ids that it saw; choose one that does not, for example --chat_template chatml"
                 )
-        before = self._ids(self.text(USER, **tools)) + self._ids(STAND_IN)
-        self.rewrites = before + glue != whole
         return end
 
     def _ids(self, text: str) -> list[int]:

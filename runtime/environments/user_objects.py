@@ -70,7 +70,6 @@ def describe() -> dict[str, Any]:
     about = {
         "error": "",
         "is_game": "turn" in names,
-        "unused": tools if "turn" in names else [],
         "has_reward": "get_reward" in names or "get_turn_reward" in names,
         "tools": [],
         "at_once": at_once,

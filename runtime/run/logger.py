@@ -71,7 +71,6 @@ def print_header(
     longest = max(len(p.prompt_ids) for p in problems)
     evaluation = "evaluation on other data" if args.eval_dataset else f"{args.eval_prompts} more held out"
     engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_engines > 0 else ""
-    engines += "; each engine in a process of its own" if args.engine_process else ""
     cores = usable_cores()
     here = int(os.environ.get("LAUNCH_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)

@@ -21,7 +21,6 @@ FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
 USABLE = 0.95  # of a GPU; the rest is for fragments
 CUDA = 2 * GIB  # its context, libraries' workspaces, CUDA graphs; not measured
 ENGINE_WORK = 1.5 * GIB  # what an engine on a GPU computes with, beside weights and KV cache; not measured
-CONTEXT = 0.75 * GIB  # CUDA's, of a second process on a GPU; not measured
 CPU_BLOCK = 32  # tokens of a block of an engine's KV cache on a CPU
 PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}  # interpreter, libraries, what building an engine leaves, by --rollout
 GAPS = 0.25  # of all else, on a CPU: freed memory that no later tensor fits into; from whole runs of the quickstart
@@ -286,12 +285,8 @@ def predict(args, model: Model, setting: Setting, size: Sizes | None = None) -> 
     work = passes(args, model, setting, size)
     sampler = engine(args, model, setting, size.vllm_gpu_memory_utilization)
     parts = states | work | sampler | {"process": CUDA if on_gpu else PROCESS[args.rollout]}
-    # The block of weights, and libraries once more, or on a GPU another CUDA context.
-    second = model.parameters * setting.number + (CONTEXT if on_gpu else PROCESS["hf"])
-    parts["second process"] = second * args.engine_process
     visitor = parts["reference"] * (on_gpu and "ref" in args.offload)  # there during its own pass alone
-    held = parts["process"] + parts["second process"]
-    held += sum(states.values()) - visitor
+    held = parts["process"] + sum(states.values()) - visitor
     gradients = parts["gradients"] * (args.zero_stage == 2 and on_gpu)  # freed after each step
     asleep = (parts["weights"] + parts["optimizer"]) * (on_gpu and args.vllm_sleep == "all")
     beside = sum(sampler.values()) * (not on_gpu or args.vllm_sleep == "off")

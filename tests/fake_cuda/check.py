@@ -349,7 +349,6 @@ KERNELS = ["engine-bf16", "trainer-bf16", "engine-fp32"]  # the first one takes 
 ENGINES = {
     "beside": ["--async_steps", "1"],  # a thread with a stream of its own
     "sleep": ["--vllm_sleep", "all", "--dtype", "bfloat16"],
-    "process": ["--engine_process"],
 }
 KV_CACHE = json.loads(TINY_COMMAND["vllm_args"])["kv_cache_memory_bytes"]
 

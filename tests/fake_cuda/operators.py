@@ -14,7 +14,6 @@ import atexit
 import ctypes
 import functools
 import json
-import multiprocessing
 import os
 import sys
 import threading
@@ -116,8 +115,8 @@ def count(name: str) -> int:
 
 
 def in_rollout() -> bool:
-    """Return True in the thread that samples, and in the process of --engine_process."""
-    return threading.current_thread().name == "rollout" or multiprocessing.parent_process() is not None
+    """Return True in the thread that samples."""
+    return threading.current_thread().name == "rollout"
 
 
 def where() -> str:

@@ -1,6 +1,6 @@
 """--vllm_engines for real, the last ranks of a launch only sampling: equal numbers, and how ranks end.
 
-tests/runs/test_faults.py kills either side. At the end: --engine_process, an engine in a process next to its trainer.
+tests/runs/test_faults.py kills either side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import two_nodes
-from helpers import LONG, ONE_ENGINE, RAISES, Run, command, descendants, finish, logged, record, saved, with_program
+from helpers import LONG, ONE_ENGINE, RAISES, Run, command, finish, logged, record, saved, with_program
 from two_nodes import Nodes, ends
 
 pytestmark = pytest.mark.slow
@@ -24,12 +24,12 @@ def in_thread(tiny, tmp_path_factory):
     """The record of a run whose engine is a thread next to its trainer, by further arguments."""
     records = {}
 
-    def make(*more: str, script: str = "grpo", ranks: int = 1) -> dict:
-        if (script, more, ranks) not in records:
+    def make(*more: str, script: str = "grpo") -> dict:
+        if (script, more) not in records:
             out = tmp_path_factory.mktemp("thread")
-            finish(command(tiny, out, *STEPS, *more, script=script, ranks=ranks, rollout="vllm"), out / "log", 300)
-            records[script, more, ranks] = record(out / "run")
-        return records[script, more, ranks]
+            finish(command(tiny, out, *STEPS, *more, script=script, rollout="vllm"), out / "log", 300)
+            records[script, more] = record(out / "run")
+        return records[script, more]
 
     return make
 
@@ -157,81 +157,3 @@ def test_a_signal_saves_and_ends_with_75(tiny, tmp_path):
     assert run.end(40) == 75, run.text()
     assert saved(tmp_path) == logged(tmp_path) >= 2
     assert " gone" not in run.text(), run.text()
-
-
-# ------------------------------------------------------------------------------------- in a process beside the trainer
-
-
-BESIDE = [("grpo", (), 1), ("grpo", ("--async_steps", "1"), 1), ("grpo", (), 2)]
-BESIDE += [("ppo", ("--async_steps", "1", "--kl_placement", "both"), 1)]
-
-
-@pytest.mark.parametrize("script, more, ranks", BESIDE, ids=["synchronous", "ahead", "two ranks", "ppo"])
-def test_a_process_beside_the_trainer_is_equal_to_a_thread(in_thread, tiny, tmp_path, script, more, ranks):
-    """Every metric but seconds, every sample, every evaluation and the weights."""
-    expected = in_thread(*more, script=script, ranks=ranks)
-    line = command(tiny, tmp_path, *STEPS, *more, "--engine_process", script=script, ranks=ranks, rollout="vllm")
-    text = finish(line, tmp_path / "log", 400)
-    assert "each engine in a process of its own" in text
-    check_equal(expected, tmp_path / "run")
-
-
-# The first engine's process is killed in the middle of a step.
-DIES = """
-from runtime.system import process
-process.prepare_environment()
-import os, pathlib, signal
-import tyro
-import grpo
-
-plain, calls = grpo.begin_turn, []
-once = pathlib.Path(__file__).with_name("killed")
-
-def dies(*arguments):
-    calls.append(1)
-    if len(calls) == 30 and not once.exists():
-        once.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(*arguments)
-
-grpo.begin_turn = dies
-if __name__ == "__main__":  # the engine's process imports this file
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-def test_a_process_that_is_killed_is_started_again(in_thread, tiny, tmp_path):
-    """It gets the last weights, and draws again what was not whole: every number is that of a run without a kill."""
-    more = ("--async_steps", "1")
-    expected = in_thread(*more)
-    line = command(tiny, tmp_path, *STEPS, *more, "--engine_process", rollout="vllm")
-    text = finish(with_program(line, tmp_path, DIES), tmp_path / "log", 400)
-    assert "was killed by SIGKILL (no memory?)" in text and "its engine is restarted" in text
-    check_equal(expected, tmp_path / "run")
-
-
-def test_a_killed_trainer_leaves_no_process_and_resumes_with_one(in_thread, tiny, tmp_path):
-    """Killed between two steps, and started again: the numbers of a run with a thread that was not."""
-    expected = in_thread()
-    line = command(tiny, tmp_path, *STEPS, "--engine_process", "--save_every", "1", rollout="vllm")
-    run = Run(line, tmp_path / "log")
-    run.until(lambda: saved(tmp_path) >= 1, 300)
-    mapped = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in descendants(run.process.pid)]
-    (engine,) = [lines for lines in mapped if any("memfd:weights" in line for line in lines)]
-    shared = [line for line in engine if "/dev/shm/" in line]
-    assert shared and all(line.endswith("(deleted)") for line in shared), "a name that a kill would leave behind"
-    run.kill()
-    assert "resuming after step" in finish(line, tmp_path / "log", 400)
-    check_equal(expected, tmp_path / "run")
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_all_processes_saves_and_ends_with_75(tiny, tmp_path, signum):
-    """As a terminal and a scheduler send it: the engine's process leaves the answer to the trainer, which needs it."""
-    run = Run(command(tiny, tmp_path, *LONG, "--engine_process", rollout="vllm"), tmp_path / "log")
-    run.until(lambda: logged(tmp_path) >= 2, 300)
-    os.killpg(run.process.pid, signum)
-    assert run.end(60) == 75, run.text()
-    assert saved(tmp_path) == logged(tmp_path) >= 2
-    assert "Traceback" not in run.text() and "leaked" not in run.text(), run.text()

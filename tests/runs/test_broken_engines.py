@@ -55,14 +55,13 @@ def test_a_check_that_sees_nothing_fails_here():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [*MODES, "dedicated", "dedicated keep", "process"])
+@pytest.mark.parametrize("mode", [*MODES, "dedicated", "dedicated keep"])
 def test_ten_broken_vllm_engines_are_named_within_one_step(tiny, tmp_path, mode):
     """One engine, which meets all ten."""
     apart = mode.startswith("dedicated")
     changes = CHANGES | MODES.get(mode.removeprefix("dedicated").strip() or "off", {})
     words = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
     words += ONE_ENGINE if apart else ()
-    words += ["--engine_process"] * (mode == "process")
     line = command(tiny, tmp_path, *words, ranks=1 + apart, rollout="vllm")
     place = line.index(str(ROOT / "grpo.py"))
     line.insert(place, broken_engines.__file__)

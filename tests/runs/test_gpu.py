@@ -373,18 +373,6 @@ def test_a_run_whose_parts_sleep_in_turns(place, tiny, tmp_path):
 
 
 @on_both_slow
-def test_an_engine_in_a_process_has_the_trainers_weights(place, tiny, tmp_path):
-    """--engine_process: five steps that are sampled ahead; on a GPU by CUDA IPC, from a process on the same device."""
-    words = ("--total_steps", "5", "--async_steps", "1", "--dtype", str(DTYPE[place]).removeprefix("torch."))
-    line = command(tiny, tmp_path, *words, "--engine_process", rollout="vllm")
-    finish(line, tmp_path / "log", 400)
-    steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert len(steps) == 5
-    for step in steps:
-        assert step["sampler/logprob_diff_mean"] < {"cpu": 1e-4, "cuda": AGREES["cuda"]}[place]
-
-
-@on_both_slow
 @pytest.mark.parametrize("offload, expected", [(False, 14), (True, 2)])
 def test_what_the_trainer_holds(place, offload, expected):
     """Bytes per parameter after a step in bf16 under ZeRO 2, as docs/evidence/memory.md counts them.

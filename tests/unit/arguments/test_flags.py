@@ -281,18 +281,6 @@ CASES = {
         {"vllm_engines": 1, "vllm_sleep": "engine"},
         ["--vllm_sleep engine with --vllm_engines 1", "drop --vllm_sleep"],
     ),
-    "a process, dedicated": (
-        {"engine_process": True, "vllm_engines": 1},
-        ["--engine_process with --vllm_engines 1", "drop --engine_process"],
-    ),
-    "a process, tensor parallel": (
-        {"engine_process": True, "vllm_tensor_parallel_size": 2},
-        ["--engine_process with --vllm_tensor_parallel_size 2", "--vllm_engines"],
-    ),
-    "a process, ZeRO 3": (
-        {"engine_process": True, "zero_stage": 3},
-        ["--engine_process with --zero_stage 3", "--zero_stage 2"],
-    ),
     "no trainer": (
         {"vllm_engines": 1},
         ["--vllm_engines 1", "no trainer in a launch of 1", "--num_processes 2"],

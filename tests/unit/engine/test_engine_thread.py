@@ -205,7 +205,6 @@ def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
         (0, 1, {"vllm_sleep": "all"}, {"copies_weights": True}),
         (0, 1, {"timeout": 7.0}, {"timeout": 7.0}),
         (0, 1, {"async_steps": 1}, {"beside": True}),
-        (1, 2, {"async_steps": 1, "engine_process": True}, {"beside": False, "count": 2, "own": [1], "restarts": 2}),
     ],
 )
 def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatch, rank, world, changes, expected):
@@ -223,8 +222,6 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
         assert (engine.restarts, again.restarts) == (2, 0)
-        apart = script.Args(**changes, engine_process=True)  # and each engine has a process
-        assert script.Engine(script.vllm_thread, apart, torch.float32, None, [0], None).restarts == 2
 
 
 @SCRIPTS

@@ -20,7 +20,7 @@ import grpo
 import rewards
 from runtime.data import rendering
 from runtime.data.samples import Batch, Problem
-from runtime.engine import client, scripted_turns
+from runtime.engine import client
 from runtime.environments import episodes, user_objects
 from runtime.system import verifier_pool
 
@@ -666,12 +666,10 @@ def test_an_object_without_text_is_an_error_that_repeats(player):
     assert not any("0x" in text for text in said)
 
 
-def test_a_game_s_other_methods_are_named_and_any_number_is_a_reward(player, tiny):
+def test_a_game_s_other_methods_are_no_tools_and_any_number_is_a_reward(player):
     one = player("Both")
-    assert one.episodes.about["unused"] == ["look", "peek"]
+    assert one.episodes.about["tools"] == []
     assert one.play("4").outcome == {"score": 1.0} and one.play("1", "end").outcome is None
-    lines = scripted_turns.describe_turns(Problem([], "", "", {}), one.tokenizer, one.args)
-    assert "turns      the class has a method turn, so its other methods are not tools: look, peek" in lines
 
 
 def test_the_limit_of_open_files_is_raised_and_its_need_checked(tiny, capsys, monkeypatch):

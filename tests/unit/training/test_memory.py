@@ -124,9 +124,6 @@ FOUR = memory.Setting(4, True, 80e9)
         ({}, GPU, {"engine": 2 + memory.ENGINE_WORK / 1e9, "KV cache": 0.4 * 80 - 2 - memory.ENGINE_WORK / 1e9}),
         ({"vllm_args": f'{{"kv_cache_memory_bytes": {3 * 2**30}}}'}, GPU, {"KV cache": 3 * 2**30 / 1e9}),
         ({"rollout": "hf"}, GPU, {"engine": 2, "KV cache": 0}),
-        ({}, CPU, {"second process": 0}),
-        ({"engine_process": True}, CPU, {"second process": 2 + 0.95}),
-        ({"engine_process": True}, GPU, {"second process": 2 + memory.CONTEXT / 1e9}),
     ],
 )
 def test_parts_are_parameters_times_bytes(changes, setting, expected):
@@ -165,16 +162,6 @@ def test_the_cache_of_models_with_recurrent_states_keeps_its_size():
     mamba = memory.model_of({**dict.fromkeys(memory.FIELDS, 8), "mamba_d_conv": 4}, parameters=10**6)
     for model in (mamba, None):
         assert memory.cpu_cache(grpo.Args(), model, 2, 1) == 2**29
-
-
-def test_a_process_of_the_engine_is_there_in_every_phase():
-    """Also while the engine in it sleeps: the context of CUDA and the block of weights stay."""
-    for sleep in ("off", "engine"):
-        apart, beside = (
-            memory.predict(grpo.Args(vllm_sleep=sleep, engine_process=p), MODEL, GPU) for p in (True, False)
-        )
-        added = {name: apart.phases[name] - beside.phases[name] for name in apart.phases}
-        assert added == pytest.approx(dict.fromkeys(apart.phases, memory.CONTEXT + 2 * MODEL.parameters))
 
 
 def test_two_that_sleep_in_turns_are_not_there_at_the_same_time():
