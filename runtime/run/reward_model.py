@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from dataclasses import replace
 from typing import Any
@@ -18,40 +17,30 @@ from runtime.training.model_files import load_complete
 Messages = list[dict[str, str]]
 
 
-class ConversationScorer:
-    """A loaded classifier and its tokenizer. The model stays in CPU memory between uses.
+class RewardModel:
+    """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
 
-    Args:
-        model: the classifier, with one output.
-        tokenizer: with a chat template.
-        device: where it computes.
-        budget: tokens of a batch, padding included.
-        max_length: score the last so many tokens of a conversation; None for as many as the model takes.
-        date: what a template that writes today's date gets.
-
-    Exits with code 2 for a ``max_length`` beyond the model's.
+    It has its own tokenizer and chat template: text goes in, not the policy's ids. It stays in CPU memory between uses.
+    Exits with code 2 for a --reward_model_max_length beyond the model's.
     """
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        device,
-        budget: int,
-        max_length: int | None,
-        date: datetime.datetime,
-    ):
+    def __init__(self, args, device, dtype):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        flag = "--reward_model_name_or_path"
+        name, revision = args.reward_model
+        where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
+        model = load_complete(AutoModelForSequenceClassification, name, flag, dtype=dtype, **where)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device = device
-        self.budget = budget
-        self.date = date
+        self.budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens  # of a batch, padding included
         limit = most_tokens(model)
-        if None not in (max_length, limit) and max_length > limit:
-            refuse(
-                f"--reward_model_max_length {max_length}: at most the {limit} tokens that {model.name_or_path} takes"
-            )
-        self.longest = max_length or limit
+        given = args.reward_model_max_length
+        if None not in (given, limit) and given > limit:
+            refuse(f"--reward_model_max_length {given}: at most the {limit} tokens that {name} takes")
+        self.longest = given or limit
         self.embeddings = model.get_input_embeddings().num_embeddings
         use_fp32_head(model)
         # Decoders score the last token that is not padding: padding must not be what a text ends in.
@@ -76,7 +65,7 @@ class ConversationScorer:
     def ids_of(self, messages: Messages, response: str) -> list[int]:
         """Return a conversation's token ids. Raises ValueError for one without an embedding, which would be random."""
         text = [*messages, {"role": "assistant", "content": response}]
-        ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=self.date.strftime)
+        ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=TODAY.strftime)
         largest = max(ids, default=0)
         if largest >= self.embeddings:
             raise ValueError(f"the model has no embedding for {self.tokenizer.decode([largest])!r} (id {largest})")
@@ -102,6 +91,26 @@ class ConversationScorer:
         if not all(map(math.isfinite, scores.values())):
             raise RuntimeError("the reward model's scores are not finite")
         return [scores[i] for i in range(len(rows))]
+
+    def add(
+        self,
+        found: list,
+        conversations: list[tuple[Messages, str]],
+        weights: dict[str, float | None],
+    ) -> list:
+        """Add this model's score times its weight ``reward_model`` to the verifiers' rewards, unless a gate is shut.
+
+        found: the ``rewards.Reward`` of each response, whose ``conversation_of`` stands at the same place.
+        """
+        if not found:
+            return []
+        weight = weights.get("reward_model", 1.0)
+        added = []
+        for reward, score in zip(found, self.score(conversations), strict=True):
+            gain = weight * score if reward.parts.get("gate", 1.0) else 0.0
+            parts = {**reward.parts, "reward_model": score}
+            added.append(replace(reward, score=reward.score + gain, parts=parts))
+        return added
 
 
 def most_tokens(model) -> int | None:
@@ -129,41 +138,3 @@ def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
     """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
     messages = chat.with_tools(problem.messages, problem.tools)
     return [*messages, *earlier_turns(sample.turns)], sample.response
-
-
-class RewardModel(ConversationScorer):
-    """A classifier with one output (any ``AutoModelForSequenceClassification``) that scores whole conversations.
-
-    It has its own tokenizer and chat template: text goes in, not the policy's ids. It stays in CPU memory between uses.
-    """
-
-    def __init__(self, args, device, dtype):
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        flag = "--reward_model_name_or_path"
-        name, revision = args.reward_model
-        where = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False, **where)  # as load_tokenizer says
-        model = load_complete(AutoModelForSequenceClassification, name, flag, dtype=dtype, **where)
-        budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens
-        super().__init__(model, tokenizer, device, budget, args.reward_model_max_length, TODAY)
-
-    def add(
-        self,
-        found: list,
-        conversations: list[tuple[Messages, str]],
-        weights: dict[str, float | None],
-    ) -> list:
-        """Add this model's score times its weight ``reward_model`` to the verifiers' rewards, unless a gate is shut.
-
-        found: the ``rewards.Reward`` of each response, whose ``conversation_of`` stands at the same place.
-        """
-        if not found:
-            return []
-        weight = weights.get("reward_model", 1.0)
-        added = []
-        for reward, score in zip(found, self.score(conversations), strict=True):
-            gain = weight * score if reward.parts.get("gate", 1.0) else 0.0
-            parts = {**reward.parts, "reward_model": score}
-            added.append(replace(reward, score=reward.score + gain, parts=parts))
-        return added
