@@ -190,7 +190,8 @@ def quotation(text: str, given: dict) -> bool:
 
 
 def capital_word_frequency(text: str, given: dict) -> bool:
-    count = sum(word.isupper() for word in _nltk("word_tokenize", text))
+    words = _nltk("word_tokenize", text)
+    count = sum(word.isupper() for word in words)
     return _related(count, given["capital_relation"], given["capital_frequency"])
 
 
@@ -261,7 +262,9 @@ def judge(response: str, truth: str, row: dict) -> tuple[float, str]:
             raise ValueError(f"{', '.join(unknown)}; known: those of IFEval (docs/reference/rewards.md)")
         kept = []
         for name, arguments in zip(names, arguments_of, strict=True):
-            kept.append(CONSTRAINTS[name](text, arguments or {}))
+            constraint = CONSTRAINTS[name]
+            is_kept = constraint(text, arguments or {})
+            kept.append(is_kept)
         return sum(kept) / len(kept), text
     except (ArithmeticError, AttributeError, KeyError, SyntaxError, TypeError, ValueError, re.error) as error:
         raise ValueError(f"constraints: {type(error).__name__}: {error}") from error

@@ -53,7 +53,8 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
 def after_thinking(response: str) -> str:
     """Return what follows the last ``</think>``; nothing when a ``<think>`` is still open: a thought is no answer."""
     answer = response.rpartition("</think>")[2]
-    return "" if "<think>" in answer else answer
+    is_open = "<think>" in answer
+    return "" if is_open else answer
 
 
 def alternatives(truth: str) -> list[str]:
@@ -63,14 +64,16 @@ def alternatives(truth: str) -> list[str]:
             found = json.loads(truth)
         except ValueError:
             found = None
-        if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
+        is_list = isinstance(found, list) and len(found) > 0
+        if is_list and all(isinstance(text, str) for text in found):
             return found
     return [truth]
 
 
 def number_of(text: str) -> Fraction:
     """Return the exact value of a number such as "1,024", "-$5", "1e3" or "7/2". Raises ValueError for other texts."""
-    plain = re.sub(r"\{,\}|[,\s$\u20ac\u00a3]|\\(?=\$)|\\!", "", re.sub(f"[{DASHES}]", "-", text))
+    plain = re.sub(f"[{DASHES}]", "-", text)
+    plain = re.sub(r"\{,\}|[,\s$\u20ac\u00a3]|\\(?=\$)|\\!", "", plain)
     plain = re.sub(r"\\[dtc]?frac(?:\{(.*?)\}\{(.*?)\}|([0-9])([0-9]))", r"\1\3/\2\4", plain)
     top, divided, bottom = plain.partition("/")
     mantissa, _, exponent = top.lower().partition("e")
@@ -102,7 +105,9 @@ def last_number_in(text: str) -> str | None:
     number = next(_standing(text), None)
     if number is None or _is_part(text, number) or REJECTED.match(text, number.end()):
         return None
-    return None if NEGATED.search(text, max(0, number.start() - 40), number.start()) else number[0]
+    begin = number.start()
+    denied = NEGATED.search(text, max(0, begin - 40), begin)
+    return None if denied else number[0]
 
 
 def marked_number(text: str) -> str | None:

@@ -125,45 +125,56 @@ def project_files(root: Path = ROOT) -> list[Path]:
 def tracked(root: Path, pattern: str) -> list[Path]:
     """Return the files of a pattern that git tracks or would track, relative to ``root``."""
     words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", pattern]
-    names = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+    names = done.stdout.splitlines()
     return [Path(name) for name in names if (root / name).is_file()]
 
 
-def imported_by(script: str, root: Path = ROOT) -> set[str]:
-    """Return the modules of the project that the imports of a script reach, also those in functions; and itself."""
-    files = {name: root / path for name, path in modules(root).items()}
-    start = script.removesuffix(".py").replace("/", ".")
-    files[start] = root / script
-    reached: set[str] = set()
-    waiting = [start]
+def line_count(path: Path) -> int:
+    """Count the lines of a file."""
+    return len(path.read_text().splitlines())
+
+
+def imported_by(script: str, root: Path = ROOT) -> set[Path]:
+    """Return the files of the project that the imports of a script reach, also those in functions; and itself."""
+    files = modules(root)
+    reached = set()
+    waiting = [root / script]
     while waiting:
-        name = waiting.pop()
-        if name in reached:
+        path = waiting.pop()
+        if path in reached:
             continue
-        reached.add(name)
-        above = [".".join(name.split(".")[:end]) for end in range(1, name.count(".") + 1)]
-        waiting += [package for package in above if package in files]
-        waiting += [target for target, _ in imports(files[name], files)]
+        reached.add(path)
+        for module, _ in imports(path, files):
+            parts = module.split(".")
+            names = [
+                ".".join(parts[:end]) for end in range(1, len(parts) + 1)
+            ]  # a package is imported with its modules
+            waiting += [files[name] for name in names if name in files]
     return reached
 
 
 def totals(root: Path = ROOT) -> dict[str, int]:
     """Count everything that has a limit in ``TOTALS``."""
-    lines = {path: len((root / path).read_text().splitlines()) for path in tracked(root, "*.py")}
-    found = {}
-    for part, names in PARTS.items():
-        found[part] = sum(count for path, count in lines.items() if path.parts[0] in names)
+    found = dict.fromkeys(TOTALS, 0)
+    for path in tracked(root, "*.py"):
+        for part, names in PARTS.items():
+            if path.parts[0] in names:
+                found[part] += line_count(root / path)
     found["product"] = sum(found[part] for part in ("top level", "runtime", "scripts", "plug-ins"))
-    tables = [path for path in (*tracked(root, "*.tsv"), *tracked(root, "*.toml")) if path.name != "pyproject.toml"]
-    found["tables"] = sum(len((root / path).read_text().splitlines()) for path in tables)
-    found["words of pages"] = sum(len((root / path).read_text().split()) for path in tracked(root, "*.md"))
-    files = {name: path.relative_to(root) for name, path in modules(root).items()}
+    for path in (*tracked(root, "*.tsv"), *tracked(root, "*.toml")):
+        if path.name != "pyproject.toml":
+            found["tables"] += line_count(root / path)
+    for path in tracked(root, "*.md"):
+        words = (root / path).read_text().split()
+        found["words of pages"] += len(words)
     for script in ("grpo.py", "variants/grpo_min.py", "variants/ppo_min.py"):
         if (root / script).is_file():
-            paths = {files.get(name, Path(script)) for name in imported_by(script, root)}
-            found[f"lines imported by {script}"] = sum(len((root / path).read_text().splitlines()) for path in paths)
-            found[f"files imported by {script}"] = len(paths)
-    return {name: found[name] for name in TOTALS if name in found}
+            reached = imported_by(script, root)
+            found[f"lines imported by {script}"] = sum(map(line_count, reached))
+            if script == "grpo.py":
+                found["files imported by grpo.py"] = len(reached)
+    return found
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:

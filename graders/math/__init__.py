@@ -22,20 +22,25 @@ def verify(response: str, truth: str, question: str = "") -> bool:
 
     question: the text of the problem; a formula that the response only copies from it is no answer.
     """
-    return judge(response, truth, question)[0]
+    right, _, _ = judge(response, truth, question)
+    return right
 
 
 def judge(response: str, truth: str, question: str = "") -> tuple[bool, str | None, bool]:
     """Return (right, the final answer or None if there is none, whether it only copies a formula of the question)."""
     text = after_thinking(response)
     for one in alternatives(truth):
-        wanted = tidy(boxed_answer(one, True)[0] or one)
-        said = final_answer(text, len(parts_of(wanted.strip("()"))) > 1)
-        answer = tidy(said or "")
-        if said is None or any(c.isdigit() and not c.isascii() for c in answer) or not equal(answer, wanted):
+        boxed, _, _ = boxed_answer(one, True)
+        wanted = tidy(boxed or one)
+        parts = parts_of(wanted.strip("()"))
+        said = final_answer(text, len(parts) > 1)
+        if said is None:
             continue
-        echo = is_echo(said, wanted, question)
-        return not echo, said, echo
+        answer = tidy(said)
+        foreign = any(c.isdigit() and not c.isascii() for c in answer)
+        if not foreign and equal(answer, wanted):
+            echo = is_echo(said, wanted, question)
+            return not echo, said, echo
     return False, said, False
 
 

@@ -62,7 +62,10 @@ def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
 
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
-    own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
+    own = {}
+    for name, value in recorded(args).items():
+        if name not in PRESENTATION:
+            own[f"--{name}"] = value
     digests = {"--dataset": data}
     for flag, value in own.items():
         if flag.endswith("_name_or_path") and value:
@@ -129,7 +132,9 @@ def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
                 name = f"{node.module}.{alias.name}" if node.module else alias.name
                 yield from _module_files(name, start)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "user_files.find":
-            yield from _module_files(ast.literal_eval(node.args[0]).partition(":")[0], places)
+            name = ast.literal_eval(node.args[0])
+            module, _, _ = name.partition(":")
+            yield from _module_files(module, places)
 
 
 def _module_files(name: str, places: list[Path]) -> list[Path]:

@@ -37,10 +37,9 @@ class RewardModel:
         self.device = device
         self.budget = default_sizes(args, "cuda" in str(device)).micro_batch_tokens  # of a batch, padding included
         limit = most_tokens(model)
-        given = args.reward_model_max_length
-        if None not in (given, limit) and given > limit:
-            refuse(f"--reward_model_max_length {given}: at most the {limit} tokens that {name} takes")
-        self.longest = given or limit
+        self.longest = args.reward_model_max_length or limit
+        if limit is not None and self.longest > limit:
+            refuse(f"--reward_model_max_length {self.longest}: at most the {limit} tokens that {name} takes")
         self.embeddings = model.get_input_embeddings().num_embeddings
         use_fp32_head(model)
         # Decoders score the last token that is not padding: padding must not be what a text ends in.
@@ -64,7 +63,8 @@ class RewardModel:
 
     def ids_of(self, messages: Messages, response: str) -> list[int]:
         """Return a conversation's token ids. Raises ValueError for one without an embedding, which would be random."""
-        text = [*messages, {"role": "assistant", "content": response}]
+        answer = {"role": "assistant", "content": response}
+        text = [*messages, answer]
         ids = self.tokenizer.apply_chat_template(text, return_dict=False, strftime_now=TODAY.strftime)
         largest = max(ids, default=0)
         if largest >= self.embeddings:
@@ -106,10 +106,12 @@ class RewardModel:
             return []
         weight = weights.get("reward_model", 1.0)
         added = []
-        for reward, score in zip(found, self.score(conversations), strict=True):
-            gain = weight * score if reward.parts.get("gate", 1.0) else 0.0
+        scores = self.score(conversations)
+        for reward, score in zip(found, scores, strict=True):
+            is_open = reward.parts.get("gate", 1.0)
+            total = reward.score + (weight * score if is_open else 0.0)
             parts = {**reward.parts, "reward_model": score}
-            added.append(replace(reward, score=reward.score + gain, parts=parts))
+            added.append(replace(reward, score=total, parts=parts))
         return added
 
 
