@@ -44,7 +44,8 @@ class RewardModel:
         use_fp32_head(model)
         # Decoders score the last token that is not padding: padding must not be what a text ends in.
         tokenizer.add_special_tokens({"pad_token": "<|padding of the reward model|>"})
-        model.resize_token_embeddings(max(len(tokenizer), self.embeddings), mean_resizing=False)
+        rows = max(len(tokenizer), self.embeddings)
+        model.resize_token_embeddings(rows, mean_resizing=False)
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         model.config.pad_token_id = tokenizer.pad_token_id
 
