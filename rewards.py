@@ -38,7 +38,6 @@ import numpy as np
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.data.rendering import TODAY
 from runtime.data.samples import earlier_turns
-from runtime.environments import chat, episodes
 from runtime.grading.algebra import parts_of
 from runtime.grading.answers import alternatives, equal, is_echo, tidy
 from runtime.grading.code_tests import _code_tests, _program_in, _run_tests, code_error, names_wanted
@@ -465,7 +464,8 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 def check_reward_args(args) -> None:
     """Reject verifiers that do not exist and weights that mean nothing: exit code 2."""
     code_of_run()
-    episodes.check(args)
+    if args.environment is not None:
+        user_files.find("runtime.environments.episodes:check")(args)
     sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
     for name in names_of(args.verifier or "exact"):
         try:
@@ -668,7 +668,9 @@ def _replace_reward(sample, reward: float, args) -> None:
 
 def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
     """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
-    messages = chat.with_tools(problem.messages, problem.tools)
+    messages = problem.messages
+    if problem.tools:
+        messages = user_files.find("runtime.environments.chat:with_tools")(messages, problem.tools)
     return [*messages, *earlier_turns(sample.turns)], sample.response
 
 

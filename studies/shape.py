@@ -5,7 +5,7 @@
 
 A file:     no function above 80 lines except ``main`` (grpo.py 200, ppo.py 265, with at most 95 and 115 local names);
             blocks nested at most 6 deep; at most 10 tokens per code line on average, so packing lines meets no limit.
-A package:  runtime/ has eight packages on four levels. Each has a line budget, which counts all of its files, and
+A package:  runtime/ has eight packages on five levels. Each has a line budget, which counts all of its files, and
             imports only packages of lower levels.
 Imports:    studies, scripts -> grpo, ppo -> utils -> rewards, kl_estimators -> runtime; no cycle, not even one through
             code under ``if __name__ == "__main__"``, and no import of the project inside a function.
@@ -49,8 +49,9 @@ BUDGETS = {
 LEVELS = (
     {"runtime.system"},
     {"runtime.arguments", "runtime.data", "runtime.grading"},
-    {"runtime.training", "runtime.environments"},
+    {"runtime.training"},
     {"runtime.engine", "runtime.run"},
+    {"runtime.environments"},
     {"rewards", "kl_estimators"},
     {"utils"},
     {"grpo", "ppo"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import multiprocessing
 import multiprocessing.context
@@ -41,12 +40,15 @@ def loaded_files() -> list[Path]:
     return sorted(path for path in paths if path.is_relative_to(process.PROJECT) and path.is_file())
 
 
-def loaded_code() -> dict[Path, str]:
-    """Return the SHA-256 of each of ``loaded_files``."""
-    return {path: process.file_digest(path) for path in loaded_files()}
+_code: dict[Path, str] = {}  # file -> its SHA-256 when ``code_of_run`` first met it
 
 
-code_of_run = functools.cache(loaded_code)  # first called at the start of a run
+def code_of_run() -> dict[Path, str]:
+    """Return the SHA-256 of each of ``loaded_files``, as it was at the first call after the file was loaded."""
+    for path in loaded_files():
+        if path not in _code:
+            _code[path] = process.file_digest(path)
+    return _code
 
 
 def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
