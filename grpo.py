@@ -43,7 +43,7 @@ from runtime.arguments import flags
 from runtime.data import prompt_order
 from runtime.data.samples import Batch, Problem, Sample, equal_rewards
 from runtime.run.preflight import Ready, prepare_run
-from runtime.system import process
+from runtime.system import process, user_files
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 
@@ -183,10 +183,9 @@ from accelerate.utils import set_seed
 
 import utils
 from kl_estimators import kl_reward, rollout_kl
-from runtime.engine import engine_ranks, isolation, vllm_settings
+from runtime.engine import isolation, turns, vllm_settings
 from runtime.engine.client import Engine, Queue
 from runtime.engine.weights import push_weights, release_vllm
-from runtime.environments.episodes import Episode, Episodes
 from runtime.run import loading, saving
 from runtime.run.checkpoints import Checkpoints
 from runtime.system import watchdog
@@ -334,7 +333,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
     While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """
-    episodes = Episodes(args)
+    episodes = turns.episodes_of(args)
     reads_at_once = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
@@ -345,7 +344,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         version = 0
         asleep = False
         busy = 0.0
-        running: dict[str, Episode] = {}  # name of a turn that the engine computes -> its episode
+        running: dict[str, turns.Episode] = {}  # name of a turn that the engine computes -> its episode
         left: Counter[int | None] = Counter()  # batch -> number of its unfinished requests
         until = None
         outbox.put(("ready",))
@@ -375,7 +374,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         until = batch
                     case ("generate", batch, requests, sampling):
                         for key, prompt_ids, seed, *row in requests:
-                            episode = Episode(batch, key, prompt_ids, seed, sampling, *row)
+                            episode = episodes.begin(batch, key, prompt_ids, seed, sampling, *row)
                             running[episode.name] = begin_turn(engine, episode, version, stop_ids)
                         left[batch] += len(requests)
                         if args.inflight_updates == "off":
@@ -435,7 +434,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     )
 
 
-def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
+def begin_turn(engine, episode: turns.Episode, version: int, stop_ids: list[int]) -> turns.Episode:
     """Request the next turn of an episode from the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -524,7 +523,7 @@ def evaluate(
 def main(args: Args, ready: Ready | None) -> None:
     """Train. ``ready``: data and folder from ``preflight``, or None on a rank of --vllm_engines, which only samples."""
     if ready is None:
-        engine_ranks.serve(args, vllm_thread)
+        user_files.find("runtime.engine.engine_ranks:serve")(args, vllm_thread)
         return
     run = utils.setup_run(args, ready)  # prints batch sizes, the first prompt, and the expected KL gradient
     if args.dry_run:

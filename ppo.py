@@ -43,7 +43,7 @@ from runtime.arguments import checks, flags
 from runtime.data import prompt_order
 from runtime.data.samples import Batch, Problem, Sample, equal_rewards
 from runtime.run.preflight import Ready, prepare_run
-from runtime.system import process
+from runtime.system import process, user_files
 from runtime.training import model_files
 
 CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
@@ -256,10 +256,9 @@ from torch import nn
 
 import utils
 from kl_estimators import kl_reward, rollout_kl
-from runtime.engine import engine_ranks, isolation, vllm_settings
+from runtime.engine import isolation, turns, vllm_settings
 from runtime.engine.client import Engine, Queue
 from runtime.engine.weights import push_weights, release_vllm
-from runtime.environments.episodes import Episode, Episodes
 from runtime.run import loading, saving
 from runtime.run.checkpoints import Checkpoints
 from runtime.system import watchdog
@@ -573,7 +572,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
     so a run can be repeated. Only with --vllm_engines and in-flight updates are messages read as they arrive.
     While a response of several turns (--environment) waits for a tool, the engine computes other responses.
     """
-    episodes = Episodes(args)
+    episodes = turns.episodes_of(args)
     reads_at_once = args.vllm_engines > 0 and args.inflight_updates != "off"
     llm = None
     try:
@@ -584,7 +583,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
         version = 0
         asleep = False
         busy = 0.0
-        running: dict[str, Episode] = {}  # name of a turn that the engine computes -> its episode
+        running: dict[str, turns.Episode] = {}  # name of a turn that the engine computes -> its episode
         left: Counter[int | None] = Counter()  # batch -> number of its unfinished requests
         until = None
         outbox.put(("ready",))
@@ -614,7 +613,7 @@ def vllm_thread(args: Args, dtype, rank: int, world_size: int, stop_ids: list[in
                         until = batch
                     case ("generate", batch, requests, sampling):
                         for key, prompt_ids, seed, *row in requests:
-                            episode = Episode(batch, key, prompt_ids, seed, sampling, *row)
+                            episode = episodes.begin(batch, key, prompt_ids, seed, sampling, *row)
                             running[episode.name] = begin_turn(engine, episode, version, stop_ids)
                         left[batch] += len(requests)
                         if args.inflight_updates == "off":
@@ -674,7 +673,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
     )
 
 
-def begin_turn(engine, episode: Episode, version: int, stop_ids: list[int]) -> Episode:
+def begin_turn(engine, episode: turns.Episode, version: int, stop_ids: list[int]) -> turns.Episode:
     """Request the next turn of an episode from the engine."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -763,7 +762,7 @@ def evaluate(
 def main(args: Args, ready: Ready | None) -> None:
     """Train. ``ready``: data and folder from ``preflight``, or None on a rank of --vllm_engines, which only samples."""
     if ready is None:
-        engine_ranks.serve(args, vllm_thread)
+        user_files.find("runtime.engine.engine_ranks:serve")(args, vllm_thread)
         return
     run = utils.setup_run(args, ready)  # prints batch sizes, the first prompt, and the expected KL gradient
     if args.dry_run:

@@ -49,7 +49,6 @@ from graders.text import (
     without_delimiters,
 )
 from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
-from runtime.environments import episodes
 from runtime.system import user_files
 from runtime.system.process import refuse
 from runtime.system.verifier_pool import VerifierPool, names_of
@@ -429,7 +428,8 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
 def check_reward_args(args) -> None:
     """Reject verifiers that do not exist and weights that mean nothing: exit code 2."""
     code_of_run()
-    episodes.check(args)
+    if args.environment is not None:
+        user_files.find("runtime.environments.episodes:check")(args)
     sys.set_int_max_str_digits(0)  # the rows that are checked next may hold numbers of any length
     for name in names_of(args.verifier or "exact"):
         try:

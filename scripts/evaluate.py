@@ -49,10 +49,9 @@ from runtime.arguments import checks, flags
 from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
-from runtime.environments import episodes
 from runtime.run import directory, identity
 from runtime.run.intervals import interval_text, rate_interval
-from runtime.system import process
+from runtime.system import process, user_files
 from runtime.system.redaction import HIDDEN
 from runtime.training import model_files
 
@@ -331,7 +330,8 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     tokenizer = rendering.load_tokenizer(args)
-    episodes.first_turns(problems, tokenizer, args)
+    if args.environment is not None:
+        user_files.find("runtime.environments.episodes:first_turns")(problems, tokenizer, args)
     problems = rendering.render_prompts(problems, tokenizer, args)
     script = script_loader.load_script(path, ("vllm_thread", "collect"))
     samples = answer(script, args, problems, tokenizer)

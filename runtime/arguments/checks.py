@@ -249,6 +249,8 @@ def check_engine(args: RunFlags, world_size: int) -> None:
         refuse(f"--vllm_sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
     if args.rollout == "hf" and args.stop_strings:
         refuse("--stop_strings needs --rollout vllm")
+    if args.environment is None and args.max_turns != type(args).max_turns:
+        refuse(f"--max_turns {args.max_turns} has no effect without --environment; drop --max_turns")
     if (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1):
         refuse(f"--vllm_tensor_parallel_size {tp} must divide the {world_size} rank(s) and needs --rollout vllm")
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from runtime.data import prompt_order
 from runtime.data.samples import Batch, Problem, Sample
-from runtime.engine import engine_ranks
-from runtime.system import watchdog
+from runtime.system import user_files, watchdog
 from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weight_bytes
 
 RESTARTS = 2  # times that a failed engine is built again
@@ -47,7 +46,7 @@ class Engine:
             self.count = args.vllm_engines
             self.own = range(rank, self.count, world_size)
             self.reports = True
-            self.target = engine_ranks.Engines(args, watch).relay
+            self.target = user_files.find("runtime.engine.engine_ranks:Engines")(args, watch).relay
         self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
         self.watch = watch

@@ -26,6 +26,7 @@ from typing import Any
 from graders.text import after_thinking
 from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
+from runtime.engine import turns
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat, with_tools
 from runtime.system import process, user_files
@@ -98,10 +99,6 @@ def describe_class(spec: str) -> dict[str, Any]:
 
 def check(args) -> None:
     """Reject an --environment that cannot work; one with a reward of its own becomes the default verifier."""
-    if args.environment is None:
-        if args.max_turns != type(args).max_turns:
-            refuse(f"--max_turns {args.max_turns} has no effect without --environment; drop --max_turns")
-        return
     for flag, wrong, why in (
         ("rollout hf", args.rollout == "hf", "only vLLM's thread has turns"),
         ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size > 1, "each rank of an engine would play alone"),
@@ -140,8 +137,6 @@ def difference(spec: str, row: dict, first: str | None, again: str | None) -> st
 
 def first_turns(problems: list[Problem], tokenizer, args) -> None:
     """Add to the prompts the tools and what ``reset`` says to their rows. It is called again for every episode."""
-    if args.environment is None:
-        return
     chat = chat_of(tokenizer, args)
     rows = [(problem.row, seed_of(problem.row)) for problem in problems]
     found = []
@@ -172,22 +167,14 @@ def chat_of(tokenizer, args) -> Chat:
 
 
 @dataclass
-class Episode:
-    """A response that the engine was asked for: all ids so far, whose they are, and what its environment waits for.
+class Episode(turns.Episode):
+    """A response of several turns: whose its ids are, and what its environment waits for.
 
-    Without an environment (``row`` is None) it has one turn.
+    A request without a row (a few tokens to compare with the trainer's) has one turn.
     """
 
-    batch: int
-    key: tuple[int, int]
-    prompt_ids: list[int]
-    seed: int
-    sampling: dict[str, Any]
     row: dict | None = None
     opening: str | None = None  # what reset says in the prompt
-    ids: list[int] = field(default_factory=list)  # the model's and the environment's
-    logprobs: list[float] = field(default_factory=list)  # of the model's
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (version, which of the model's tokens)
     observed: list[tuple[int, int]] = field(default_factory=list)  # spans of the environment's tokens in ids
     turns: list[dict[str, Any]] = field(default_factory=list)  # for people
     outcome: dict[str, Any] | None = None  # the environment's reward: fields of rewards.Reward
@@ -196,7 +183,6 @@ class Episode:
     fatal: str = ""  # why the run must end
     raised: str = ""  # what reset, turn or a reward raised, the last time
     has_answered: bool = False  # a turn of a game that did not raise
-    finish_reason: str | None = None  # None: another turn follows
     # What its process is asked:
     past: list[tuple] = field(default_factory=list)  # turns that it has answered, by which the object is made again
     asked: tuple | None = None  # the turn that it shall answer
@@ -212,56 +198,47 @@ class Episode:
     @property
     def name(self) -> str:
         """A name of its turn that no other has."""
-        return f"{self.batch}/{self.key[0]}/{self.key[1]}/{len(self.turns)}"
+        return f"{super().name}/{len(self.turns)}"
 
-    def request(self) -> tuple[dict, dict, int]:
+    def request(self) -> tuple[list[int], dict[str, Any], int]:
         """Return (prompt, sampling parameters, seed) of the episode's next turn."""
         seed = problem_set.seed_from(f"{self.seed}/{len(self.turns)}") if self.turns else self.seed
         left = self.sampling["max_tokens"] - len(self.ids)
         return self.prompt_ids + self.ids, self.sampling | {"max_tokens": left}, seed
 
-    def add(self, answer) -> None:
-        """Add a turn: vLLM's ``CompletionOutput``."""
-        before = len(self.logprobs)
-        self.ids += answer.token_ids
-        self.logprobs += list(answer.logprobs.logprobs)[: len(answer.token_ids)]
-        for span in answer.weight_versions:
-            if not self.versions or self.versions[-1][0] != int(span.version):
-                self.versions.append((int(span.version), before + span.start))
-        self.finish_reason = answer.finish_reason
-
     def found(self) -> tuple:
         """Return what the run gets: the fields of a Sample, from its ids on."""
-        plain = (self.ids, self.logprobs, self.finish_reason, self.versions)
-        return plain if self.row is None else (*plain, self.observed, self.turns, self.outcome)
+        return super().found() if self.row is None else (*super().found(), self.observed, self.turns, self.outcome)
 
 
-class Episodes:
+class Episodes(turns.Episodes):
     """The episodes of one engine, in its thread: none is waited for before it is due."""
 
     def __init__(self, args):
+        super().__init__()
         self.args = args
         self.step = 0  # of the engine
-        self.ended: list[Episode] = []  # turns after which nothing has to be waited for
         self.aside: deque[Episode] = deque()  # wait for their environments, in the order in which they are due
         self.queue: deque[Episode] = deque()  # of these, those that no process has been asked for yet
         self.asked: list[Episode] = []  # and those that one works on
         self.played: list[Episode] = []  # all that have a process, also while the engine computes their turns
         self.looked = time.monotonic()  # when answers were last looked for
         self.raised: int | None = 0  # episodes that ended in an exception; None once one has not
-        if args.environment is None:
-            return
         self.about = describe_class(args.environment)
         self.chat = chat_of(rendering.load_tokenizer(args), args)
         self.nurseries = Nurseries(args.environment)
 
+    def begin(self, batch: int, key: tuple[int, int], prompt_ids: list[int], seed: int, *more) -> Episode:
+        """Return the episode of a request of the run; ``more``: its other fields, up to ``opening``."""
+        return Episode(batch, key, prompt_ids, seed, *more)
+
     def turn_ended(self, episode: Episode, answer) -> None:
         """Take a turn of the model; ``answer``: vLLM's ``CompletionOutput``. Asks the environment without waiting."""
+        if episode.row is None:
+            super().turn_ended(episode, answer)
+            return
         start = len(episode.ids)
         episode.add(answer)
-        if episode.row is None:
-            self.ended.append(episode)
-            return
         whole = episode.finish_reason != "length"
         text = self.chat.turn_text(episode.ids[start:])
         said = after_thinking(text)
@@ -297,10 +274,10 @@ class Episodes:
 
         ``idle``: the engine has nothing to compute. Then all that wait are due, at whichever step.
         """
-        ended, self.ended = self.ended, []
-        yield from ended
+        idle = idle and not self.ended
+        yield from super().due(idle)
         self.step += 1
-        if idle and not ended and self.aside:
+        if idle and self.aside:
             self.step = max(self.step, self.aside[-1].due)
         self._pump()
         while self.aside and self.aside[0].due <= self.step:

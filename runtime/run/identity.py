@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from runtime.system.process import PROJECT, file_digest, versions
 from runtime.system.redaction import redact_values
 from runtime.training import derived_defaults, memory
 from runtime.training.model_files import files_digest
+
+NAMED = re.compile(r"\w+(?:\.\w+)+:\w+")  # a text that is the name of an object of the project, for user_files.find
 
 
 def recorded(args) -> dict[str, Any]:
@@ -114,10 +117,7 @@ def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[
 
 
 def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
-    """Yield the files in ``places`` that the source in ``path`` imports, wherever in it the import stands.
-
-    What ``user_files.find`` loads by a name that stands in the source counts as imported.
-    """
+    """Yield the files in ``places`` that the source in ``path`` imports or names for ``user_files.find``, anywhere."""
     try:
         tree = ast.parse(path.read_bytes())
     except SyntaxError:  # importing it will say so
@@ -126,15 +126,13 @@ def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _module_files(alias.name, places)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED.fullmatch(node.value):
+            yield from _module_files(node.value.partition(":")[0], [PROJECT])
         elif isinstance(node, ast.ImportFrom):
             start = [path.parents[node.level - 1]] if node.level > 0 else places
             for alias in node.names:
                 name = f"{node.module}.{alias.name}" if node.module else alias.name
                 yield from _module_files(name, start)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "user_files.find":
-            name = ast.literal_eval(node.args[0])
-            module, _, _ = name.partition(":")
-            yield from _module_files(module, places)
 
 
 def _module_files(name: str, places: list[Path]) -> list[Path]:

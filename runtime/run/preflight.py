@@ -9,9 +9,8 @@ from pathlib import Path
 from runtime.arguments import checks, flags
 from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
-from runtime.environments import episodes
 from runtime.run import directory
-from runtime.system import process
+from runtime.system import process, user_files
 from runtime.training import derived_defaults, model_files
 
 # Training problems, evaluation problems, the folder of the run, and the checkpoint to resume from, if there is one.
@@ -49,7 +48,8 @@ def prepare_run(
             process.prepare_environment(args.dtype)  # before a library that imports torch
             if args.external_lib is not None:
                 importlib.import_module(args.external_lib)
-            episodes.first_turns([*problems, *eval_problems], rendering.load_tokenizer(args), args)
+            first_turns = user_files.find("runtime.environments.episodes:first_turns")
+            first_turns([*problems, *eval_problems], rendering.load_tokenizer(args), args)
         derived_defaults.fill(args, problems, eval_problems)
         checks.check_training(args)
         model_files.check_model(args)

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.data.rendering import TODAY
 from runtime.data.samples import earlier_turns
-from runtime.environments import chat
+from runtime.system import user_files
 from runtime.system.flag_values import first_line
 from runtime.system.process import refuse
 from runtime.training.memory import default_sizes
@@ -139,5 +139,7 @@ def _as_fp32(_: Any, inputs: tuple) -> tuple:
 
 def conversation_of(sample, problem) -> tuple[list[dict[str, str]], str]:
     """Return (all messages before the last turn of the model, that turn): what a reward model reads of a sample."""
-    messages = chat.with_tools(problem.messages, problem.tools)
+    messages = problem.messages
+    if problem.tools:
+        messages = user_files.find("runtime.environments.chat:with_tools")(messages, problem.tools)
     return [*messages, *earlier_turns(sample.turns)], sample.response

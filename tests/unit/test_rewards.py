@@ -1036,12 +1036,6 @@ def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
     rewards.check_control(ppo.Args(**changes | {"reward_control": "none"}))
 
 
-def test_a_run_refuses_what_is_for_an_environment_where_there_is_none(capsys):
-    with pytest.raises(SystemExit):
-        rewards.check_reward_args(ppo.Args(max_turns=7))
-    assert "--max_turns 7 has no effect without --environment" in capsys.readouterr().err
-
-
 def test_a_run_refuses_a_control_that_leaks(capsys):
     rewards.check_reward_args(ppo.Args(reward_control="random"))
     with pytest.raises(SystemExit):

@@ -249,6 +249,7 @@ CASES = {
     # sampling and engine
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
     "stop strings without vLLM": ({"rollout": "hf", "stop_strings": ("\n",)}, ["--stop_strings", "--rollout vllm"]),
+    "turns without an environment": ({"max_turns": 7}, ["--max_turns 7 has no effect", "drop --max_turns"]),
     "arguments of vLLM are not JSON": ({"vllm_args": "max_num_seqs=4"}, ["--vllm_args: not valid JSON", "for example"]),
     "arguments of vLLM are no object": ({"vllm_args": "[1]"}, ["--vllm_args: must be a JSON object"]),
     "an argument of vLLM that it does not have": (

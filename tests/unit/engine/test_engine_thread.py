@@ -150,7 +150,7 @@ def test_an_engine_that_stops_is_released_and_ends_the_processes_of_its_episodes
     game = f"{ROOT / 'tests' / 'environments.py'}:Late"
     args = script.Args(model_name_or_path=str(tiny), environment=game, async_steps=1, inflight_updates="keep")
     made = []
-    monkeypatch.setattr(script, "Episodes", lambda given: made.append(Episodes(given)) or made[0])
+    monkeypatch.setattr(script.turns, "episodes_of", lambda given: made.append(Episodes(given)) or made[0])
     long = [((0, 0), [1, 2], 3, {"answer": "none", "seconds": 600.0})]
     messages = [("generate", 1, long, SAMPLING), ("generate", 0, [((0, 0), [1, 2], 3)], SAMPLING), ("until", 0)]
     llm = Noting()

@@ -423,7 +423,6 @@ def test_a_class_that_is_no_environment_is_refused(tiny, capsys, name, words):
         ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size"),
         ({"environment": "game"}, "give a file and a class"),
         ({"environment": "absent.py:Game"}, "does not load"),
-        ({"environment": None}, "--max_turns 20 has no effect without --environment"),
         ({"environment": f"{FILE}:Tools", "verifier": "environment"}, "has no method get_reward"),
     ],
 )
