@@ -48,7 +48,6 @@ from graders.text import (
     number_of,
     without_delimiters,
 )
-from runtime.data.reasoning_gym_tasks import GYM_ANSWERS, gym_dataset, untagged
 from runtime.system import user_files
 from runtime.system.process import refuse
 from runtime.system.verifier_pool import VerifierPool, names_of
@@ -235,20 +234,7 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
         return _judged(0, None)
-    foreign = any(c.isdigit() and not c.isascii() for c in answer)  # int() would read other scripts' digits
-    expected = answer == truth or re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer)
-    if foreign or not expected:
-        return _judged(0, answer)
-    if "reasoning_gym" in row:
-        scoring = json.loads(row["reasoning_gym"])
-        score_answer = gym_dataset(scoring["dataset"], scoring["options"]).score_answer
-        entry = {**row, "answer": truth or None, "metadata": untagged(scoring["metadata"])}
-    else:
-        import reasoning_gym
-
-        score_answer = reasoning_gym.get_score_answer_fn(name)
-        entry = {**row, "answer": truth}
-    score = float(score_answer(answer, entry=entry))
+    score = user_files.find("runtime.data.reasoning_gym_tasks:score_of")(answer, truth, name, row)
     consoled = score < 1 and truth != "" and truth in answer
     return _judged(0 if consoled or not math.isfinite(score) else score, answer)
 

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import types
@@ -104,6 +105,27 @@ def gym_dataset(name: str, options: str):
         if wanted in GYM_UNSUPPORTED:
             raise ValueError(f"{wanted} cannot be used: {GYM_UNSUPPORTED[wanted]}")
     return reasoning_gym.create_dataset(name, **chosen)
+
+
+def score_of(answer: str, truth: str, name: str, row: dict) -> float:
+    """Score an answer to a task by the task's own scorer; 0 for an answer that the scorer must not get.
+
+    name: of the task. row: one from ``gym_rows`` is scored with the options of its data set, others with the defaults.
+    """
+    foreign = any(c.isdigit() and not c.isascii() for c in answer)  # int() would read other scripts' digits
+    expected = answer == truth or re.fullmatch(GYM_ANSWERS.get(name, r"(?s:.*)"), answer)
+    if foreign or not expected:
+        return 0.0
+    if "reasoning_gym" in row:
+        scoring = json.loads(row["reasoning_gym"])
+        scorer = gym_dataset(scoring["dataset"], scoring["options"]).score_answer
+        entry = {**row, "answer": truth or None, "metadata": untagged(scoring["metadata"])}
+    else:
+        import reasoning_gym
+
+        scorer = reasoning_gym.get_score_answer_fn(name)
+        entry = {**row, "answer": truth}
+    return float(scorer(answer, entry=entry))
 
 
 def gym_rows(name: str, options: dict) -> list[dict]:

@@ -24,7 +24,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runtime.data import reasoning_gym_tasks
+from runtime.system import user_files
 from runtime.system.flag_values import first_line, unique
 from runtime.system.process import alone, file_digest, rank, refuse
 
@@ -97,7 +97,7 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
             given.append((key, json.loads(value)))
         options |= unique(given)
         least = float(str(options.pop("min_answer", "-inf")))
-        rows = reasoning_gym_tasks.gym_rows(name, options)
+        rows = user_files.find("runtime.data.reasoning_gym_tasks:gym_rows")(name, options)
         return [row for row in rows if least == -math.inf or float(row["answer"]) >= least]
     except ValueError as error:
         refuse(f"{FLAG.get()} {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")

@@ -18,6 +18,14 @@ from runtime.system.workers import Nursery, code_of_run
 
 WORKER_MEMORY = 4 * 2**30  # bytes of address space
 STARTS = 5  # of the workers, before a run gives up
+# What verifiers load by name. The nursery loads it before it forks, so an edit during a run reaches no worker.
+LOADED = {
+    "math": ("graders.math:judge",),
+    "code": ("graders.code:judge",),
+    "ifeval": ("graders.ifeval:judge",),
+    "countdown": ("graders.math.extraction:final_answer",),
+    "reasoning_gym": ("runtime.data.reasoning_gym_tasks:score_of", "graders.math.extraction:final_answer"),
+}
 MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
 
 
@@ -31,6 +39,9 @@ def prepare_workers(verify: Callable, verifiers: list[str]) -> None:
 
     The module of ``verify`` was imported when this call arrived here.
     """
+    for verifier in verifiers:
+        for name in LOADED.get(verifier, ()):
+            user_files.find(name)
     if "math" in verifiers:
         user_files.find("graders.math:prepare")()
     if "reasoning_gym" in verifiers:

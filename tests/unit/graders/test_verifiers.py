@@ -20,6 +20,7 @@ from graders.math import algebra
 from graders.math.extraction import final_answer
 from graders.text import after_thinking, last_boxed
 from rewards import VERIFIERS, Reward, RewardPool
+from runtime.data import reasoning_gym_tasks
 
 
 def score(name: str, response: str, truth: str, row: dict | None = None) -> float:
@@ -467,7 +468,7 @@ def test_reasoning_gym(name):
     assert VERIFIERS["reasoning_gym"]("<answer>1</answer>", "1", {}).status == "unscorable"
 
 
-@pytest.mark.parametrize("name", list(rewards.GYM_ANSWERS))
+@pytest.mark.parametrize("name", list(reasoning_gym_tasks.GYM_ANSWERS))
 def test_reasoning_gym_evaluates_no_code(name, tmp_path):
     """These scorers hand the answer to eval; what could call something must not reach them."""
     import reasoning_gym
