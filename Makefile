@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check gpu-day lint bench bench-gate compare speedrun
+.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check gpu-day lint bench
 
 setup:
 	@scripts/setup.sh
@@ -12,7 +12,7 @@ quickstart: setup
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES:-glibc.malloc.tcache_count=0} $(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
 
-# The model of the learning tests and of studies/run_kl_study.sh; made once for each seed: make testbed ARGS="--seed 2"
+# The model of the learning tests and of the KL study; made once for each seed: make testbed ARGS="--seed 2"
 testbed: setup
 	$(PYTHON_BIN) studies/pretrain_tiny.py $(ARGS)
 
@@ -46,7 +46,7 @@ cuda-check:
 	@tests/fake_cuda/setup.sh
 	.cuda/bin/python tests/fake_cuda/check.py $(ARGS)
 
-# The first ten minutes with a GPU: tests, a learning curve, phases, TRL; all that comes of it is in gpu-day/
+# The first ten minutes with a GPU: tests, a learning curve, phases; all that comes of it is in gpu-day/
 gpu-day: setup
 	$(PYTHON_BIN) studies/gpu_day.py $(ARGS)
 
@@ -54,19 +54,6 @@ lint: setup
 	$(PYTHON_BIN) -m ruff check .
 	$(PYTHON_BIN) -m ruff format --check .
 	$(PYTHON_BIN) studies/shape.py
-	$(PYTHON_BIN) studies/prose.py
 
 bench: setup
 	$(PYTHON_BIN) studies/benchmark.py $(ARGS)
-
-# Is this commit slower, larger or worse than those before? CONTRIBUTING.md: make bench-gate ARGS="--what speed,memory"
-bench-gate: setup
-	$(PYTHON_BIN) studies/bench_history.py --gate $(ARGS)
-
-# A step beside TRL's: make compare ARGS="--trl FOLDER --json results.json"
-compare: setup
-	$(PYTHON_BIN) studies/compare_trl.py $(ARGS)
-
-# Time to a stated accuracy: docs/evidence/speedrun.md
-speedrun: setup
-	$(PYTHON_BIN) studies/speedrun.py $(ARGS)

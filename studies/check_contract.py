@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 
 import fixed_samples
 from check_subject import FAIL, NOTE, OK, Finding, Subject
-from compare_updates import CLOSE, gradients_apart, relative
 from probe_run import Call, Recorded, Update
 
 import utils
 from kl_estimators import kl_reward, make_tokens
 from runtime.training import batching
 
+CLOSE = 1e-3  # of two gradients or arrays, relative to the larger one: both are fp32
 # A field of Tokens -> where a wrong one comes from, the first that was edited.
 ORIGINS = {
     "sampler_T": (("main", "2"), ("main", "7")),
@@ -223,6 +223,28 @@ def check_contract(
         text = f"log-probs, sampler, old, reference, advantages and weights are right in {steps} optimizer steps"
         findings.append(Finding(2, title, OK, text))
     return findings
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """Largest difference where both are known, relative to the largest number; infinite for other shapes."""
+    if a.shape != b.shape:
+        return float("inf")
+    known = ~(a.isnan() | b.isnan())
+    if not known.any():
+        return 0.0
+    a, b = a[known], b[known]
+    return ((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-12)).item()
+
+
+def gradients_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Relative difference of two gradients by parameter: the norm of their difference over the larger norm."""
+    if a.keys() != b.keys():
+        return float("inf")
+    if not a:
+        return 0.0
+    apart = sum((a[name] - b[name]).square().sum().item() for name in a) ** 0.5
+    sizes = [sum(x.square().sum().item() for x in own.values()) ** 0.5 for own in (a, b)]
+    return apart / max(*sizes, 1e-12)
 
 
 def fraction(a: Tensor, b: Tensor) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import check_learning
-import compare_updates
+import check_update
 import loss_table
 from check_subject import FAIL, NOTE, OK, Finding, Subject, with_flags
 from probe_run import Laboratory, Probe, Recorded
@@ -284,7 +284,7 @@ def try_flag(
                 continue
             tried.append(str(value))
             metrics = check_learning.comparable(before) != check_learning.comparable(after)
-            if metrics or after.failure or compare_updates.first_difference(before, after) is not None:
+            if metrics or after.failure or check_update.first_difference(before, after) is not None:
                 return Finding(
                     6,
                     f"--{name}",

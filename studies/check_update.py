@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import probe_run
-from check_contract import ORIGINS, Oracle, check_backward, check_contract, check_estimates
+import torch
+from check_contract import (
+    CLOSE,
+    ORIGINS,
+    Oracle,
+    check_backward,
+    check_contract,
+    check_estimates,
+    gradients_apart,
+    relative,
+)
 from check_subject import FAIL, NOTE, OK, Finding, Subject
-from compare_updates import first_difference
-from probe_run import Probe, Recorded
+from probe_run import Probe, Recorded, Update
+from torch import Tensor
 
+from runtime.training import batching
+
+# Fields of Tokens in the order in which a run computes them; the loss follows from all of them.
+FIELDS = (
+    "sampler_T",
+    "old_T",
+    "ref_T",
+    "full_kl_T",
+    "advantages_T",
+    "weights_T",
+    "logprobs_T",
+    "entropy_T",
+    "loss_T",
+)
 SMALLEST = 44  # tokens of a micro-batch that holds one sample of a probe
 LAST = ("token_loss", ("main", "7"), "main")
 # Several optimizer steps on a batch, a KL in both places, and a sampler whose log-probs are not the trainer's.
@@ -105,6 +131,68 @@ def check(
     for name, (probe, reference) in wanted.items():
         findings += compare(subject, name, recorded[reference], recorded[probe.name], own_reference)
     return findings, recorded
+
+
+def spans(found: Recorded, step: int) -> dict[tuple, slice]:
+    """Return the place of each response's tokens in the flat arrays of a step, by its prompt and its ids."""
+    samples = found.samples[step]
+    places = {}
+    for sample, (start, end) in zip(samples, itertools.pairwise(batching.token_offsets(samples)), strict=True):
+        places[tuple(sample.prompt_ids), sample.finish_reason, sample.response_ids.tobytes()] = slice(start, end)
+    return places
+
+
+def aligned(values: Tensor, ours: dict[tuple, slice], theirs: dict[tuple, slice]) -> Tensor:
+    """Values of the second run in the order of the first. Responses that only the first has are NaN."""
+    total = max(place.stop for place in ours.values())
+    found = torch.full((total,), torch.nan, dtype=values.dtype)
+    for key, place in ours.items():
+        if key in theirs:
+            found[place] = values[theirs[key]]
+    return found
+
+
+@dataclass
+class Difference:
+    """The first thing that two runs do not have in common."""
+
+    field: str
+    text: str
+
+
+def first_difference(a: Recorded, b: Recorded) -> Difference | None:
+    """Compare tokens, losses and gradients of two runs, in the order in which they are computed."""
+    for step in range(len(a.updates)):
+        places = spans(a, step), spans(b, step)
+        for k, (ours, theirs) in enumerate(zip(a.updates[step], b.updates[step], strict=False)):
+            name = f"step {step + 1}, optimizer step {k + 1}"
+            counted = ours.tokens["weights_T"] != 0
+            for field in [*FIELDS, *(set(ours.tokens) - set(FIELDS) - {"response_T"})]:
+                if field not in ours.tokens or field not in theirs.tokens:
+                    continue
+                other = aligned(theirs.tokens[field], *places)
+                apart = relative(torch.where(counted, ours.tokens[field], torch.nan), other)
+                if apart > CLOSE:
+                    return Difference(field, f"{field} differs by {apart:.2g} of the largest ({name})")
+            if found := gradient_difference(ours, theirs, f"the policy's gradient ({name})"):
+                return found
+        for k, (ours, theirs) in enumerate(zip(a.critic[step], b.critic[step], strict=False)):
+            name = f"step {step + 1}, optimizer step {k + 1}"
+            if found := gradient_difference(ours, theirs, f"the critic's gradient ({name})"):
+                return found
+        if len(a.updates[step]) != len(b.updates[step]):
+            return Difference("", f"{len(a.updates[step])} optimizer steps against {len(b.updates[step])}")
+    return None
+
+
+def gradient_difference(ours: Update, theirs: Update, name: str) -> Difference | None:
+    """Compare the gradients of an optimizer step."""
+    apart = gradients_apart(ours.gradient, theirs.gradient)
+    if apart <= CLOSE:
+        return None
+    sizes = [sum(g.square().sum().item() for g in own.gradient.values()) ** 0.5 for own in (ours, theirs)]
+    ratio = f", its norm is {sizes[1] / sizes[0]:.3g} times as large" if sizes[0] > 0 else ""
+    return Difference("gradient", f"{name} differs by {apart:.2g}{ratio}")
 
 
 def compare(subject: Subject, name: str, ours: Recorded, theirs: Recorded, own_reference: bool) -> list[Finding]:

@@ -1,7 +1,7 @@
-"""The first minutes on a GPU: what the fake GPU has shown, tests, a learning curve, phases, TRL's step next to ours.
+"""The first minutes on a GPU: what the fake GPU has shown, tests, a learning curve, phases.
 
-    make gpu-day                                   ten minutes, everything in gpu-day/
-    make gpu-day ARGS="--trl FOLDER --minutes 30"  also a step of TRL's, from a folder that pip install --target made
+    make gpu-day                         ten minutes, everything in gpu-day/
+    make gpu-day ARGS="--minutes 30"     with more time for the parts that come last
 
 Every part is a process with a limit of its own, so that one that hangs costs no other. facts.md has a row per part: how
 it ended, its seconds, or why it was skipped; next to it are each part's output and the files it made. Without a GPU
@@ -53,22 +53,18 @@ def check(out: Path, *names: str) -> list[str]:
     return line
 
 
-def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
+def parts(out: Path, gpu: str) -> list[Part]:
     """List the parts to run, the most informative first. ``gpu``: the reason why there is no GPU, or ""."""
     python = sys.executable
     tests = [python, "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider"]
     only = (lambda: gpu,)
     model = (lambda: "" if MODEL.is_dir() else f"{MODEL.name} is not there: make setup",)
-    trl_there = (lambda: "" if trl else "--trl FOLDER was not given",)
     halves = (lambda: "" if gpu else "the tests of the GPU run instead",)
     run = [python, "grpo.py", "--output_dir", str(out / "runs"), "--overwrite"]
     bench = [python, "studies/benchmark.py", "--json", str(out / "phases.json"), "--repeats", "3"]
-    compare = [python, "studies/compare_trl.py", "--trl", str(trl), "--parts", "equal"]
-    compare += ["--json", str(out / "compare.json")]
     return [
         Part("machine", ["nvidia-smi"], 20, only),
         Part("check-card", check(out, "device", "backends"), 120, only),
-        Part("check-kernels", check(out, "kernels"), 180, only),
         Part("check-memory", check(out, "memory"), 120, only),
         Part("tests-cpu", [*tests, "-m", "not gpu and not slow", "tests/runs/test_gpu.py"], 900, halves),
         Part("tests-first", [*tests, "-m", "gpu", "-k", "layouts or accepted or fast_as or borrowed", "-x"], 120, only),
@@ -76,7 +72,6 @@ def parts(out: Path, trl: Path | None, gpu: str) -> list[Part]:
         Part("curve-async", [*run, "--run_name", "async", "--async_steps", "1"], 240, (*only, *model)),
         Part("phases", bench, 180, (*only, *model)),
         Part("tests", [*tests, "-m", "gpu"], 900, only),
-        Part("trl", compare, 600, (*only, *model, *trl_there)),
     ]
 
 
@@ -105,13 +100,12 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-day", help="folder for all that comes of it")
     parser.add_argument("--minutes", type=float, default=10, help="no part begins or continues after these")
-    parser.add_argument("--trl", type=Path, help="folder with TRL and what it needs")
     args = parser.parse_args(words)
     args.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * args.minutes
     gpu = no_gpu()
     rows = ["| part | result | seconds |", "|---|---|---|"]
-    for part in parts(args.out.resolve(), args.trl, gpu):
+    for part in parts(args.out.resolve(), gpu):
         result, seconds = carry_out(part, args.out, end - time.monotonic())
         rows.append(f"| {part.name} | {result} | {seconds:.0f} |")
         print(f"{part.name}: {result} ({seconds:.0f} s)", flush=True)

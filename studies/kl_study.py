@@ -2,7 +2,6 @@
 
     python studies/kl_study.py                           redraws the figures and prints the tables
     python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
-    python studies/kl_study.py --names                   the names of the runs in the table, which run_kl_study.sh skips
 
 The table, docs/evidence/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the
 version of the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last
@@ -17,7 +16,6 @@ a slope of 0 stand for no effect.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -35,7 +33,6 @@ import plot
 
 import grpo
 from runtime.arguments.flags import PRESENTATION
-from runtime.run import directory
 from runtime.run.intervals import mean_interval
 from runtime.system import process
 
@@ -135,29 +132,6 @@ def unlike(table: pd.DataFrame) -> list[str]:
 def read(path: Path) -> pd.DataFrame:
     """Read the table in a file, or return an empty one if there is no file yet."""
     return pd.read_csv(path, dtype={"commit": str}) if path.is_file() else pd.DataFrame({"run": []})
-
-
-def names(table: pd.DataFrame) -> list[str]:
-    """Return the names that the table's runs have with today's flags; the run without a KL term only measures it."""
-    found = []
-    for run in table.to_dict("records"):
-        given = {"exp_name": run["run"].partition("__")[0]}
-        given["model_name_or_path"] = f"models/{run['model']}"
-        for field in dataclasses.fields(grpo.Args):
-            value = run.get(field.name, float("nan"))
-            if pd.isna(value):
-                continue
-            if isinstance(field.default, int):
-                value = int(value)
-            given[field.name] = value
-        if run["beta"] == 0:
-            for name in ("kl_placement", "kl_estimator", "kl_gradient"):
-                given.pop(name, None)
-            given |= {"beta": 0.0, "load_ref_policy": True}
-        elif run["kl_placement"] == "reward":
-            given["kl_reward_estimator"] = run["kl_estimator"]
-        found.append(directory.run_name(grpo.Args(**given), grpo.Args()))
-    return found
 
 
 def write(table: pd.DataFrame, path: Path) -> None:
@@ -501,14 +475,10 @@ def report(table: pd.DataFrame) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FOLDER", help="folders of runs to add")
-    parser.add_argument("--names", action="store_true", help="print the names of the runs in the table, and end")
     parser.add_argument("--table", type=Path, default=TABLE, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=DOCS, help="folder of the figures (default: %(default)s)")
     args = parser.parse_args()
     table = read(args.table)
-    if args.names:
-        print("\n".join(names(table)))
-        return
     if args.add:
         table = add(table, args.add)
         write(table, args.table)

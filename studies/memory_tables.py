@@ -38,6 +38,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))  # the scripts are not a package
 
+from heap import heap_in_use
 from rehearse_gpu_run import CARDS, MEAN, forget_peak, resident, step_seconds
 
 from runtime.arguments import flags
@@ -202,20 +203,17 @@ class HeapWatch:
     """The most that was in use of the heap since ``forget``, looked at by a thread every three milliseconds."""
 
     def __init__(self):
-        from leak_check import heap_in_use
-
-        self.in_use = heap_in_use
         self.most = 0
         threading.Thread(target=self.look, daemon=True).start()
 
     def look(self) -> None:
         while True:
-            now = self.in_use()  # takes a while: ``forget`` may come meanwhile
+            now = heap_in_use()  # takes a while: ``forget`` may come meanwhile
             self.most = max(self.most, now)
             time.sleep(0.003)
 
     def forget(self) -> None:
-        self.most = self.in_use()
+        self.most = heap_in_use()
 
 
 def run_quickstart(words: list[str]) -> None:

@@ -169,7 +169,6 @@ def main() -> int:
     add = parser.add_argument
     add("script", type=Path, help="grpo.py, ppo.py or a copy of one")
     add("lines", type=argparse.FileType(), nargs="?", default="-", help="arguments of a run per line (default: stdin)")
-    add("--skip", type=Path, help="file with the names of runs to leave out, one per line")
     add("--lanes", type=int, default=1, help="runs side by side (default: %(default)s)")
     add("--threads", type=int, help="threads of arithmetic of each run (default: what OMP_NUM_THREADS says)")
     options = parser.parse_args()
@@ -177,7 +176,6 @@ def main() -> int:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
     runs = read_lines(options.script, [line for line in options.lines.read().splitlines() if line.strip()])
     script = load_script(options.script)
-    elsewhere = set(options.skip.read_text().split()) if options.skip else set()
     lanes = Lanes()
     skipped = 0
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -189,8 +187,6 @@ def main() -> int:
             break
         args = flags.parse(script.Args, script.__doc__, words)
         state, said = is_finished.state(args, script.Args())
-        if folder.name in elsewhere:
-            state, said = is_finished.FINISHED, f"named in {options.skip}: {folder.name}"
         if state == is_finished.RUN or (state == is_finished.LEAVE and args.overwrite):
             lanes.start(script, words, folder)
         else:

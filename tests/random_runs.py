@@ -1,7 +1,7 @@
 """Compare random whole runs of grpo.py with an independent computation of their updates in double precision.
 
-    python tests/random_runs.py --runs 200 --seed 1 --out bench/random_runs.jsonl     # 40 CPU minutes
-    python tests/random_runs.py --out bench/random_runs.jsonl --table                 # only the table
+    python tests/random_runs.py --runs 200 --seed 1 --out random_runs.jsonl     # 40 CPU minutes
+    python tests/random_runs.py --out random_runs.jsonl --table                 # only the table
 
 Each run draws its flags, its environment, its number of ranks and the step at which it is interrupted and resumed. It
 is a whole run of three steps on a random Llama with 100 thousand parameters in fp32: ``main`` in forks of this process,

@@ -4,7 +4,7 @@
     .cuda/bin/python tests/fake_cuda/check.py backends runs     some of them
     .cuda/bin/python tests/fake_cuda/check.py runs --only ppo   a part of them: some runs, or some cards
     .cuda/bin/python tests/fake_cuda/check.py --write-golden    write golden/*.json anew; read the difference
-    python tests/fake_cuda/check.py --gpu                       device, backends, kernels, memory on this machine's GPU
+    python tests/fake_cuda/check.py --gpu                       device, backends, memory on this machine's GPU
 
 It needs the wheels of locks/cuda.txt (tests/fake_cuda/setup.sh installs them into .cuda), and without --gpu no GPU. All
 parts run at the same time, with two processes at a time (--gpu: one); seconds of a part are those of its processes.
@@ -325,26 +325,6 @@ def check_memory(given: argparse.Namespace) -> str:
     return text.splitlines()[-1]
 
 
-def check_kernels(given: argparse.Namespace) -> str:
-    """Compile the Triton kernels of trainer and engine for four cards, with the ptxas of the wheels."""
-    names = [name for name in KERNELS if name in given.only] or KERNELS
-    cards = [card for card in given.only if card.isdigit()] or ["80", "89", "90", "120"]
-    if given.gpu:
-        cards = ["".join(own_card())]
-
-    def compile_for_cards(name: str) -> dict[str, list[str]]:
-        file = WORK / f"kernels-{name}.json"
-        line = [sys.executable, str(HERE / "compile_kernels.py"), str(file), name, *cards]
-        run("kernels", line, WORK / f"kernels-{name}.log", environment())
-        return json.loads(file.read_text())
-
-    with ThreadPoolExecutor(len(KERNELS)) as pool:
-        found = {key: row for rows in pool.map(compile_for_cards, names) for key, row in rows.items()}
-    words = f"{sum(map(len, found.values()))} kernels for {len(cards)} cards"
-    return words if given.gpu else f"{words}, {compare_golden('kernels', found, given)}"
-
-
-KERNELS = ["engine-bf16", "trainer-bf16", "engine-fp32"]  # the first one takes longest
 # Whole runs with vLLM's engine, whose own kernels compute nothing: any difference of log-probs is allowed.
 ENGINES = {
     "beside": ["--async_steps", "1"],  # a thread with a stream of its own
@@ -424,11 +404,10 @@ PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "runs": check_runs,
     "waits": check_waits,
     "memory": check_memory,
-    "kernels": check_kernels,
     "engine": check_engine,
 }
-ON_A_GPU = ("device", "backends", "kernels", "memory")
-LONGEST_FIRST = ("kernels", "backends", "engine", "memory")  # the others follow
+ON_A_GPU = ("device", "backends", "memory")
+LONGEST_FIRST = ("backends", "engine", "memory")  # the others follow
 
 
 def own_card() -> list[str]:

@@ -36,13 +36,15 @@ COUNTED = ("launches", "products", "graph_launches", "h2d", "d2h", "stream_syncs
 STEPS = 4  # the first one prefills; the others are equal from the third one on
 
 
-def build(dtype: str, layers: int, engine_args: dict):
+def build(engine_args: dict):
     """Build the engine of a run of 64 prompts with 16 responses each; its weights are not loaded."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": layers}))
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 24}))
         sizes = {"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 16, "max_response_length": 512}
         given = json.dumps({"load_format": "dummy"} | engine_args)
-        args = grpo.Args(model_name_or_path=folder, dtype=dtype, vllm_args=given, gradient_checkpointing=True, **sizes)
+        args = grpo.Args(
+            model_name_or_path=folder, dtype="bfloat16", vllm_args=given, gradient_checkpointing=True, **sizes
+        )
         return grpo.build_vllm(args, pretrained.resolve_device(args)[1], 0, 1).llm_engine
 
 
@@ -63,7 +65,7 @@ def decode(engine, sequences: int) -> dict[str, int]:
 
 def rows(engine_args: dict, numbers: list[int]) -> list[dict]:
     """Return what a decode step of the whole model starts, for each number of sequences."""
-    engine = build("bfloat16", 24, engine_args)
+    engine = build(engine_args)
     return [{"sequences": number} | decode(engine, number) for number in numbers]
 
 

@@ -67,22 +67,6 @@ FAULTS: list[Fault] = [
         "all-gather of one rank is wrong",
     ),
     (
-        "a kernel of the engine that needs more shared memory than the card has",
-        "tests/fake_cuda/stubs/device.c",
-        "consumer ? 101376 :",
-        "consumer ? 4096 :",
-        "stubs kernels --only engine-fp32 89",
-        "OutOfResources",
-    ),
-    (
-        "an engine with other attention kernels",
-        SETTINGS,
-        "        usual |= attention_backend(args, dtype)\n",
-        '        usual |= {"attention_backend": "TRITON_ATTN"}\n',
-        "kernels --only engine-bf16 89",
-        "kernel_unified_attention",
-    ),
-    (
         "cuDNN attention where vLLM is not imported",
         "runtime/training/pretrained.py",
         "    torch.backends.cuda.enable_cudnn_sdp(False)\n",
@@ -177,14 +161,6 @@ FAULTS: list[Fault] = [
         "if (0) {",
         "stubs memory --only 0.5B-24GB",
         "no torch.OutOfMemoryError",
-    ),
-    (
-        "a kernel that does not compile",
-        "runtime/training/attention.py",
-        "        return (k <= q) & (q < ends_BS[b, k])\n",
-        "        return (k <= q) & (q < ends_BS[b, k].nonzero())\n",
-        "kernels --only trainer-bf16 89",
-        "kernels do not compile",
     ),
     ("a wrong stream", BATCHING, PINNED, SIDE_STREAM, "waits --only grpo", "no order of streams"),
     (

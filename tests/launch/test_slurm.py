@@ -238,7 +238,7 @@ def project(folder: Path) -> Path:
     for name in subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split():
-        if not name.startswith(("tests/", "studies/", "docs/", "variants/", "bench/")):
+        if not name.startswith(("tests/", "studies/", "docs/", "variants/")):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]

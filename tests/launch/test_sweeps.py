@@ -33,29 +33,17 @@ SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4",
 def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
     """(exit code, the commands that RUN=echo shows, what else was said)."""
     env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
-    folder = "studies" if name.startswith("run") else "scripts/sweeps"
-    argv = ["bash", str(ROOT / folder / name), *map(str, words)]
+    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
     lines = done.stdout.splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith(sys.executable)]
     return done.returncode, commands, "\n".join(x for x in lines if not x.startswith(sys.executable)) + done.stderr
 
 
-@pytest.fixture
-def listener(tmp_path) -> Path:
-    """A PYTHON that prints what studies/run_many.py would be given: its arguments, and its lines."""
-    python = tmp_path / "python"
-    text = 'echo "$@"\ncase $1 in studies/run_many.py) cat ;; esac\n'
-    python.write_text(f"#!/bin/sh\n{text}")
-    python.chmod(0o755)
-    return python
-
-
 def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[list[str]]]:
     """(what was said, the words of each line) of a sweep that prints its runs as lines of arguments."""
     env = os.environ | {"RUN": "lines"} | environment
-    folder = "studies" if name.startswith("run") else "scripts/sweeps"
-    argv = ["bash", str(ROOT / folder / name), *map(str, words)]
+    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -65,7 +53,7 @@ def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str]
 
 def test_bash_can_read_them():
     assert len(SWEEPS) == 3
-    for path in [*(ROOT / "scripts").rglob("*.sh"), *(ROOT / "studies").glob("*.sh")]:
+    for path in (ROOT / "scripts").rglob("*.sh"):
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
@@ -354,26 +342,6 @@ def test_a_line_break_is_no_argument_of_a_line():
     environment = os.environ | {"RUN": "lines"}
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, cwd="/")
     assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("real, decisive, all_runs", [(False, 50, 142), (True, 15, 15)])
-def test_the_study_begins_with_what_decides(real, decisive, all_runs, listener, tmp_path):
-    """Every placement and gradient of a seed at a beta before another; nothing twice but what run_many.py skips."""
-    environment = {"PYTHON": str(listener), "OUTPUT_DIR": str(tmp_path / "runs")}
-    said, lines = many_lines("run_kl_study.sh", *["--real"] * real, "--seeds", "1", **environment)
-    each = list(dict.fromkeys(map(tuple, lines)))
-    assert len(each) == all_runs
-    runs = [flags.parse(grpo.Args, None, line) for line in each[:decisive]]
-    assert {line for line in said if "run_many.py" in line} == {
-        f"studies/run_many.py grpo.py --lanes 2 --skip {tmp_path}/runs/skip.txt"
-    }
-    assert len({directory.run_name(run, grpo.Args()) for run in runs}) == decisive
-    betas = {run.beta for run in runs}
-    assert betas == ({0.0, 0.3, 0.1} if real else {0.0, 0.3, 3.0, 0.03})
-    settings = {(r.kl_placement, r.kl_estimator, r.kl_gradient) for r in runs if r.beta > 1e-6}
-    assert {("loss", "k1", "naive"), ("loss", "k3", "unbiased"), ("reward", "k1", "naive")} < settings
-    assert len(settings) == (7 if real else 8)
 
 
 # --------------------------------------------------------------------------------------- scripts/launch.py, real ranks

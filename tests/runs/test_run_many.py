@@ -42,12 +42,9 @@ def test_a_forked_run_is_the_run_of_the_command(tiny, tmp_path):
         if name == "bad":  # found out in the run itself, by the verifier's process
             words += ["--verifier", f"{ROOT}/tests/verifiers.py:raises"]
         lines.append(shlex.join(words))
-    (tmp_path / "skip.txt").write_text("two\n")
-    first = ("grpo.py", "--lanes", "2", "--skip", tmp_path / "skip.txt")
-    code, said = many(lines, *first)
-    assert code == 1 and "1 finished, 1 skipped, 1 failed" in said, said
-    assert "failed with exit code" in said and said.count("named in") == 1
-    assert not (tmp_path / "two.log").exists()
+    code, said = many(lines[:2], "grpo.py", "--lanes", "2")
+    assert code == 1 and "1 finished, 0 skipped, 1 failed" in said, said
+    assert "failed with exit code" in said
 
     code, said = many(lines[::2], "grpo.py", "--lanes", "2")
     assert code == 0 and "1 finished, 1 skipped, 0 failed" in said, said

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import line_links
 import pytest
 import shape
 from helpers import ROOT
@@ -23,6 +22,8 @@ PAGES = [*USER, ROOT / "CONTRIBUTING.md", *(page for shelf in SHELVES for page i
 TABLES = {"flags.md", "metrics.md"}  # references: a row per flag, a row per metric
 COPIES = ("grpo.py", "ppo.py", "mine.py", "VARIANT.py")
 STARTS = ("python ", "make ", "accelerate ", "scripts/", "studies/")
+# A command of a commit, whose program may have left since.
+EARLIER = re.compile(r"\b[Aa]t ([0-9a-f]{7,40}):\s+`([^`]+)`")
 
 
 def name_of(page: Path) -> str:
@@ -97,8 +98,8 @@ def test_the_first_page_leads_to_every_user_page():
 
 
 def commands(page: Path) -> list[str]:
-    """The command lines of a page: in its blocks, and those that stand in a sentence."""
-    text = page.read_text()
+    """The command lines of a page: in its blocks, and those that stand in a sentence, but for those of a commit."""
+    text = EARLIER.sub("", page.read_text())
     found = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         if language not in ("", "bash"):
@@ -171,6 +172,29 @@ def test_command_lines_are_taken(page):
     assert refused == []
 
 
+def of_commit(*words: str) -> str | None:
+    """What git prints, or None if it ends with an error, as where a shallow clone lacks the commit."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_of_an_earlier_commit_are_in_it(page):
+    """Where git has the commit: the program, or the target of its Makefile."""
+    missing = []
+    for commit, line in EARLIER.findall(page.read_text()):
+        if of_commit("cat-file", "-e", f"{commit}^{{commit}}") is None:
+            continue
+        first, *rest = words_of(line)
+        if first == "make":
+            there = re.search(rf"^{rest[0]}:", of_commit("show", f"{commit}:Makefile"), re.MULTILINE)
+        else:
+            there = of_commit("cat-file", "-e", f"{commit}:{rest[0] if first == 'python' else first}") is not None
+        if not there:
+            missing.append(f"{commit}: {line}")
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", [page for page in USER if page.name not in TABLES], ids=name_of)
 def test_flags_that_are_named_exist(page):
     """Every `--flag` is one of the scripts, or of a program of this project. Tables have the names of others, too."""
@@ -200,7 +224,7 @@ def without_maker(text: str) -> list[str]:
     with a decimal or a unit. A page that one command makes says so above its first section ("Made by", "Written by").
     """
     head, *sections = re.split(r"^(?=## )", text, flags=re.MULTILINE)
-    if re.search(r"(?:Made|Written) by\s+`", head):
+    if re.search(r"(?:Made|Written) (?:by|at [0-9a-f]+:)\s+`", head):
         return []
     found = []
     for section in (head, *sections):
@@ -224,19 +248,7 @@ def test_measured_numbers_have_their_command(page):
 def test_a_number_without_a_command_is_noticed():
     text = "# Page\n\n## Prose\n\nA step took 1.5 s.\n\n## Table\n\n| a | 1.0 |\n| b | 2.0 |\n| c | 3.0 |\n"
     assert without_maker(text) == ["## Prose", "## Table"]
-    assert without_maker(text.replace("## Table\n", "## Table\n\nBy `python studies/bench_history.py --table`:\n")) == [
+    assert without_maker(text.replace("## Table\n", "## Table\n\nBy `python studies/memory_tables.py table`:\n")) == [
         "## Prose"
     ]
-    assert without_maker(text.replace("# Page\n", "# Page\n\nMade by `python studies/compare_trl.py`.\n")) == []
-
-
-def test_links_to_lines_lead_to_what_they_name(tmp_path):
-    """After an edit that moves lines: python studies/line_links.py."""
-    assert line_links.main(["--check"]) == 0
-    links = [link for page in (ROOT / "docs").glob("*.md") for link in line_links.LINK.findall(page.read_text())]
-    assert len(links) > 20
-    (tmp_path / "a.py").write_text("x = f(1)\n\n\ndef f(x):\n    return x\n")
-    (tmp_path / "page.md").write_text("[`f`](a.py#L0), [`x = f`](a.py#L9), [`f`](a.py)\n")
-    assert line_links.with_lines(tmp_path / "page.md") == "[`f`](a.py#L4), [`x = f`](a.py#L1), [`f`](a.py)\n"
-    with pytest.raises(ValueError, match="no line with 'return y'"):
-        line_links.line_of("return y", tmp_path / "a.py")
+    assert without_maker(text.replace("# Page\n", "# Page\n\nMade by `python studies/presets_page.py`.\n")) == []

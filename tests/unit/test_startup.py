@@ -183,7 +183,7 @@ def test_products_of_shapes_that_do_not_come_again_are_forgotten():
     program = """
 import sys
 sys.path.insert(0, "studies")
-from leak_check import heap_in_use
+from heap import heap_in_use
 from runtime.system import process
 
 process.prepare_environment()

@@ -33,7 +33,7 @@ def outcome(tmp_path, monkeypatch, gpu: str, code: str, *words: str) -> tuple[in
 def test_without_a_gpu_its_parts_are_skipped_for_that_reason(tmp_path, monkeypatch):
     code, found = outcome(tmp_path, monkeypatch, "torch 2 finds no GPU", "print('here')")
     assert code == 0 and found.pop("tests-cpu") == "passed"
-    assert set(found.values()) == {"skipped: torch 2 finds no GPU"} and len(found) == 10
+    assert set(found.values()) == {"skipped: torch 2 finds no GPU"} and len(found) == 8
     assert (tmp_path / "tests-cpu.log").read_text() == "here\n"
 
 
@@ -41,7 +41,7 @@ def test_without_a_gpu_its_parts_are_skipped_for_that_reason(tmp_path, monkeypat
 def test_a_part_that_fails_or_hangs_costs_no_other(tmp_path, monkeypatch, program, said):
     monkeypatch.setattr(gpu_day, "MODEL", tmp_path)
     plain = gpu_day.parts
-    monkeypatch.setattr(gpu_day, "parts", lambda *rest: list(plain(*rest))[5:7])
+    monkeypatch.setattr(gpu_day, "parts", lambda *rest: list(plain(*rest))[4:6])
     code, found = outcome(tmp_path, monkeypatch, "", program)
     assert code == 1 and len(found) == 2 and all(said in result for result in found.values())
 
@@ -54,7 +54,7 @@ def test_parts_that_have_no_time_left_are_not_begun(tmp_path, monkeypatch):
 
 def test_it_begins_with_the_parts_of_cuda_check_that_a_real_card_has(tmp_path):
     """Each is called by its name, on the GPU of the machine, with a folder of its own for what it writes."""
-    first = [part for part in gpu_day.parts(tmp_path, None, "") if part.name != "machine"][:3]
+    first = [part for part in gpu_day.parts(tmp_path, "") if part.name != "machine"][:2]
     sys.path.insert(0, str(ROOT / "tests" / "fake_cuda"))
     import check
 
@@ -65,7 +65,7 @@ def test_it_begins_with_the_parts_of_cuda_check_that_a_real_card_has(tmp_path):
         assert folder.startswith(f"{tmp_path}/") and part.needs[0]() == ""
         named += names
     assert sorted(named) == sorted(check.ON_A_GPU)
-    assert gpu_day.parts(tmp_path, None, "no GPU")[1].needs[0]() == "no GPU"
+    assert gpu_day.parts(tmp_path, "no GPU")[1].needs[0]() == "no GPU"
 
 
 @pytest.mark.integration
