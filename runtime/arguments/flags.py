@@ -18,7 +18,7 @@ import tyro
 from runtime.arguments import presets
 from runtime.arguments.flag_translation import refuse_foreign, update_removed
 from runtime.arguments.values import ChatTemplate, InitialKL, ModelName, config_overrides, sources
-from runtime.system.flag_values import json_object
+from runtime.system.process import json_object
 
 # Three groups of arguments that do not count toward a run's name and identity (docs/reference/checkpoints.md).
 # 1. Arguments for showing, saving and resuming a run. No number of the run depends on them.

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runtime.system.flag_values import json_object
-from runtime.system.process import on_a_line, refuse
+from runtime.system.process import json_object, on_a_line, refuse
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "data" / "templates"
 CHAT_TEMPLATES = {

@@ -15,8 +15,7 @@ from runtime.data import problem_set
 from runtime.data.problem_set import Messages, check_enough, task_system_prompt
 from runtime.data.samples import Problem
 from runtime.data.sources import cached_map, digest, gym_rows, int_lists
-from runtime.system.flag_values import first_line
-from runtime.system.process import print_on_rank_0, rank, refuse
+from runtime.system.process import first_line, print_on_rank_0, rank, refuse
 
 # What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
 # could not go on after midnight, and one command would be another run on every day. It is the date that Llama's

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.system import user_files
-from runtime.system.flag_values import first_line, unique
-from runtime.system.process import alone, file_digest, rank, refuse
+from runtime.system.process import alone, file_digest, first_line, rank, refuse, unique
 
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text

@@ -9,8 +9,7 @@ from typing import Any
 from runtime.data.rendering import TODAY
 from runtime.data.samples import earlier_turns
 from runtime.system import user_files
-from runtime.system.flag_values import first_line
-from runtime.system.process import refuse
+from runtime.system.process import first_line, refuse
 from runtime.training.memory import default_sizes
 from runtime.training.model_files import load_complete
 

@@ -17,8 +17,7 @@ from runtime.arguments.values import ModelName
 from runtime.data import rendering
 from runtime.data.samples import Problem
 from runtime.system import process
-from runtime.system.flag_values import first_line
-from runtime.system.process import print_on_rank_0, refuse
+from runtime.system.process import first_line, print_on_rank_0, refuse
 from runtime.training.deepspeed_zero import current_weights
 from runtime.training.model_files import some
 

@@ -13,6 +13,7 @@ import functools
 import gc
 import hashlib
 import io
+import json
 import math
 import os
 import select
@@ -25,7 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
@@ -106,6 +107,12 @@ def on_a_line(text: str) -> str:
     return text if text.isprintable() else repr(text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def print_on_rank_0(text: str) -> None:
     """Print a line, without secrets, on rank 0."""
     if rank() == 0:
@@ -117,6 +124,30 @@ def refuse(message: str, code: int = 2) -> NoReturn:
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"error: {redact(message)}", file=sys.stderr, flush=True)
     raise SystemExit(code)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return (name, value) pairs as a dict, for json.loads, which silently keeps the last value of a repeated name.
+
+    Raises ValueError for a name that is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return found
+
+
+def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
+    """Return the JSON object given to a flag. Exits with code 2 for anything else."""
+    try:
+        found = json.loads(text, object_pairs_hook=unique)
+    except ValueError as error:
+        refuse(f"{flag}: not valid JSON ({error}); for example '{example}'")
+    if not isinstance(found, dict):
+        refuse(f"{flag}: must be a JSON object; for example '{example}'")
+    return found
 
 
 def exit_at_once() -> NoReturn:
