@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import tyro
 
 from runtime.arguments import presets
-from runtime.arguments.flag_translation import refuse_foreign, update_removed
+from runtime.arguments.other_names import refuse_other_names
 from runtime.arguments.values import ChatTemplate, InitialKL, ModelName, config_overrides, sources
 from runtime.system.process import json_object
 
@@ -292,12 +292,12 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     """Return the arguments of a script, an instance of ``cls``, from the command line (or from ``words``).
 
     ``--preset NAME`` only replaces defaults, so all other flags given win, in any order. Exits with code 2 if arguments
-    do not parse; flags of other frameworks are rejected in one error that says what to use instead.
+    do not parse; names of other frameworks are answered in one error that says what to pass instead.
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    words = with_tracker(update_removed(words, fields))
-    refuse_foreign(words, fields)
+    words = with_tracker(words)
+    refuse_other_names(words, fields)
     name = presets.asked_for(cls, words)
     if name is not None:
         default = presets.apply(cls() if default is None else default, name)

@@ -73,10 +73,8 @@ def test_pages_that_are_named_are_there():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     missing = {}
     for name in listed:
-        # The changelog names earlier pages; the other page, in which commands were published, those of other projects.
-        if name in ("CHANGELOG.md", "docs/evidence/translation.md") or not name.endswith(
-            (".py", ".sh", ".md", ".patch", ".html", "Makefile")
-        ):
+        # The changelog names earlier pages.
+        if name == "CHANGELOG.md" or not name.endswith((".py", ".sh", ".md", ".patch", ".html", "Makefile")):
             continue
         for found in re.findall(r"(?<![\w/.])docs/[\w/]+\.(?:md|png|log)", (ROOT / name).read_text()):
             if not (ROOT / found).exists():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import math
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -22,7 +19,7 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 import grpo
 import ppo
 from grpo import Args
-from runtime.arguments import checks, flag_translation, flags, values
+from runtime.arguments import checks, flags, values
 from runtime.run import directory, logger, preflight
 from runtime.system import process
 from runtime.training import model_files
@@ -793,272 +790,13 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
         assert seconds < 3
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        (("--top_p", "0.9"), "--top_p 0.9 -> fixed here: samples are drawn from the full distribution"),
-        (("--top-k", "50"), "it is off in training and evaluation"),
-        (("--min_p", "0.1"), "drop the flag"),
-        (("--min_new_tokens", "8"), "--min_new_tokens 8 -> fixed here"),
-        (("--repetition_penalty", "1.1"), "fixed here"),
-        (("--no-do_sample",), "--eval_temperature 0"),
-        (("--num_generations", "4"), "grpo.py --num_samples_per_prompt_rollout 4"),
-        (("--number_samples_per_prompt=4",), "grpo.py --num_samples_per_prompt_rollout 4"),
-        (("--local_rollout_batch_size", "8"), "grpo.py --num_unique_prompts_rollout 8"),
-        (("--warmup_ratio", "0.1"), "grpo.py --warmup_steps 0.1"),
-        (("--overwrite", "true"), "switches take no value; give --overwrite"),
-        (("--dry_run", "False"), "switches take no value; give --no-dry_run"),
-        (("--dry_run=False",), "switches take no value; give --no-dry_run"),
-        (("--gradient-checkpointing=1", "--dry_run"), "switches take no value; give --gradient_checkpointing"),
-        (("actor_rollout_ref.actor.shuffle=False",), "grpo.py --no-shuffle_mini_batches"),
-        (("data.train_batch_size=1024",), "grpo.py --num_unique_prompts_rollout 1024"),
-        (("+trainer.val_before_train=False",), "grpo.py --eval_prompts 0"),
-        (("ppo.kl_ctl=0.2",), "grpo.py --beta 0.2 --kl_placement reward"),
-        (("--actor_rollout_ref.actor.optim.lr=2e-6",), "grpo.py --learning_rate 2e-06"),
-        (("actor_rollout_ref.actor.optim.lr_warmup_steps=5",), "--warmup_steps 20"),
-        (("--use_peft",), "scripts/variant.py lora"),
-        (("--non_stop_penalty",), "--non_stop_penalty -> takes a number here"),
-        (("--non_stop_penalty", "False"), "takes a number here"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
-)
-def test_flags_of_other_frameworks_and_values_of_switches_get_a_hint(words, remedy, capsys):
-    from runtime.arguments import flags
-
-    with pytest.raises(SystemExit) as end:
-        flags.parse(Args, words=list(words))
-    assert end.value.code == 2
-    message = capsys.readouterr().err
-    assert remedy in message.replace(Path(sys.argv[0]).name, "grpo.py")
-
-
-# Whole command lines, in the words of those who wrote them.
-THREAD = """
---exp_name 0130_kl_scan --beta 0.03 --local_mini_batch_size 24 --number_samples_per_prompt 16 --output_dir models
---dataset '{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --dataset_train_splits train
---dataset_eval_mixer '{"ai2-adapt-dev/math_ground_truth_zs": 32}' --dataset_eval_splits train --max_token_length 2048
---max_prompt_token_length 2048 --response_length 2048 --model_name_or_path allenai/Llama-3.1-Tulu-3-8B-DPO
---non_stop_penalty --stop_token eos --temperature 1.0 --ground_truths_key ground_truth --chat_template tulu
---sft_messages_key messages --learning_rate 5e-7 --total_episodes 1000000 --penalty_reward_value 0.0 --deepspeed_stage 2
---per_device_train_batch_size 2 --local_rollout_forward_batch_size 2 --local_rollout_batch_size 8
---actor_num_gpus_per_node 6 --num_epochs 1 --vllm_tensor_parallel_size 2 --lr_scheduler_type constant
---apply_verifiable_reward true --seed 1 --num_evals 1000 --save_freq 40 --reward_model_multiplier 0.0
---no_try_launch_beaker_eval_jobs --try_launch_beaker_eval_jobs_on_weka --gradient_checkpointing --with_tracking
---kl_estimator kl1
-"""
-TINYZERO = """
-data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=256 data.val_batch_size=1312
-data.max_prompt_length=256 data.max_response_length=1024 actor_rollout_ref.model.path=Qwen/Qwen2.5-3B
-actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.ppo_mini_batch_size=128
-actor_rollout_ref.actor.ppo_micro_batch_size=8 actor_rollout_ref.rollout.log_prob_micro_batch_size=8
-actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.4
-actor_rollout_ref.ref.log_prob_micro_batch_size=4 critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen2.5-3B
-critic.ppo_micro_batch_size=8 algorithm.kl_ctrl.kl_coef=0.001 "trainer.logger=['wandb']"
-+trainer.val_before_train=False trainer.default_hdfs_dir=null trainer.n_gpus_per_node=2 trainer.nnodes=1
-trainer.save_freq=100 trainer.test_freq=100 trainer.project_name=TinyZero trainer.experiment_name=countdown
-trainer.total_epochs=15 critic.model.enable_gradient_checkpointing=True
-"""
-VERL = """
-data.tokenizer=null data.train_files=a.parquet data.val_files=b.parquet data.prompt_key=prompt
-data.max_prompt_length=512 data.max_response_length=512 data.train_batch_size=1024 data.val_batch_size=1312
-data.return_raw_input_ids=False data.return_raw_chat=False actor_rollout_ref.hybrid_engine=True
-actor_rollout_ref.model.path=deepseek actor_rollout_ref.model.external_lib=null model.override_config={}
-actor_rollout_ref.model.enable_gradient_checkpointing=False actor_rollout_ref.actor.strategy=fsdp
-actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=64
-actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.entropy_coeff=0.001
-actor_rollout_ref.actor.ppo_epochs=1 actor_rollout_ref.actor.shuffle=True actor_rollout_ref.actor.optim.lr=1e-6
-actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0. actor_rollout_ref.actor.optim.min_lr_ratio=null
-actor_rollout_ref.actor.optim.warmup_style=constant actor_rollout_ref.actor.optim.total_training_steps=-1
-actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.grad_offload=False
-actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.ref.fsdp_config.param_offload=False
-actor_rollout_ref.ref.log_prob_micro_batch_size=128 actor_rollout_ref.rollout.name=vllm
-actor_rollout_ref.rollout.temperature=1.0 actor_rollout_ref.rollout.response_length=512
-actor_rollout_ref.rollout.dtype=bfloat16 actor_rollout_ref.rollout.gpu_memory_utilization=0.5
-actor_rollout_ref.rollout.ignore_eos=False actor_rollout_ref.rollout.enforce_eager=True
-actor_rollout_ref.rollout.free_cache_engine=True actor_rollout_ref.rollout.load_format=dummy_dtensor
-actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.max_num_batched_tokens=8192
-actor_rollout_ref.rollout.max_num_seqs=1024 critic.optim.lr=1e-5 critic.cliprange_value=0.5 critic.ppo_epochs=1
-reward_model.enable=False reward_model.micro_batch_size=64 reward_model.max_length=null algorithm.gamma=1.0
-algorithm.lam=1.0 algorithm.adv_estimator=gae algorithm.kl_penalty=kl algorithm.kl_ctrl.type=fixed
-algorithm.kl_ctrl.kl_coef=0.005 algorithm.kl_ctrl.horizon=10000 algorithm.kl_ctrl.target_kl=0.1
-trainer.total_epochs=30 trainer.project_name=verl_examples trainer.experiment_name=gsm8k trainer.logger=wandb
-trainer.nnodes=1 trainer.n_gpus_per_node=8 trainer.save_freq=-1 trainer.test_freq=2 trainer.critic_warmup=0
-trainer.default_local_dir=checkpoints trainer.default_hdfs_dir=null
-"""
-AREAL = """
-actor.path=Qwen critic.path=Qwen ref.path=Qwen dataset.path=code.jsonl dataset.max_prompt_len=1024
-dataset.train_bs_n_seqs=64 group_size=1 ppo.gen.max_new_tokens=1024 ppo.gen.temperature=1.0 ppo.gen.greedy=False
-ppo.ppo_n_minibatches=4 ppo.kl_ctl=0.1 ppo.discount=1.0 ppo.gae_lambda=1.0 ppo.eps_clip=0.2 ppo.value_eps_clip=0.2
-ppo.c_clip=3 ppo.disable_value=False ppo.max_reward_clip=20 ppo.reward_output_scaling=1 ppo.reward_output_bias=0
-ppo.early_stop_imp_ratio=5 ppo.use_adaptive_kl_ctl=False ppo.adv_norm=True ppo.value_norm=True ppo.value_norm_type=exp
-ppo.use_decoupled_loss=True ppo.recompute_logprob=True ppo.actor_sample_reuse=1 ppo.critic_sample_reuse=1
-actor.optimizer.lr=1e-5 actor.optimizer.eps=1e-5 actor.optimizer.beta2=0.95 actor.optimizer.weight_decay=0.05
-actor.optimizer.lr_scheduler_type=cosine actor.optimizer.warmup_steps_proportion=0.02 actor.optimizer.min_lr_ratio=0
-exp_ctrl.total_train_epochs=1 exp_ctrl.ckpt_freq_steps=10 n_nodes=1 n_gpus_per_node=8 allocation_mode=d8
-experiment_name=code trial_name=a wandb.project=x check_xml_format=False mask_too_long=False behav_imp_weight_cap=5
-"""
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("script, line, expected", [
-    (grpo.Args, THREAD, "--num_unique_prompts_rollout 48 --num_samples_per_prompt_rollout 16"),
-    (ppo.Args, TINYZERO, "--preset tinyzero"),
-    (ppo.Args, VERL, "--num_unique_prompts_rollout 1024"),
-    (ppo.Args, AREAL, "--num_unique_prompts_rollout 64"),
-])  # fmt: skip
-def test_a_whole_command_line_of_others_is_answered_by_one_of_ours(script, line, expected, capsys):
-    """As it was published: one error, whose last line is the command."""
-    with pytest.raises(SystemExit) as end:
-        flags.parse(script, words=shlex.split(line))
-    assert end.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert "the command here is the last line" in lines[0]
-    assert expected in lines[-1]
-    flags.parse(script, words=shlex.split(lines[-1].partition(".py ")[2]) if ".py " in lines[-1] else [])
-
-
 @pytest.mark.parametrize("line", [
     "--reward_weights exact=0 math=gate --stop_strings a x=c --no-shuffle_mini_batches",
     """--preset verl --beta=0.1 --vllm-args '{"max_num_seqs": 4}' --adam_betas 0.9 0.99 --offload ref optimizer""",
-    "--importance_sampling_mask 0.5 5 --seed 2 --verifier file.py:f",
+    "--importance_sampling_mask 0.5 5 --seed 2 --verifier file.py:f --system_prompt n=1 --loss_norm token",
 ])  # fmt: skip
 def test_values_of_our_own_flags_are_not_taken_for_words_of_others(line):
     flags.parse(grpo.Args, words=shlex.split(line))
-
-
-def test_without_the_scripts_a_copy_still_knows_what_is_fixed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(flag_translation, "TRANSLATE", tmp_path / "translate.py")
-    with pytest.raises(SystemExit):
-        flags.parse(grpo.Args, words=["--top_k", "4", "--num_generations", "8"])
-    said = capsys.readouterr().err
-    assert "fixed here" in said and "--num_generations 8 -> not known" in said
-
-
-# Every flag that was removed, with a value that it took, and a part of the answer.
-REMOVED = {
-    "adam_eps": ("1e-5", "AdamW's epsilon is 1e-8"),
-    "as": ("verl", "--preset verl"),
-    "control": ("random", "--reward_control random"),
-    "entropy_coeff": ("0.1", "--entropy_coef 0.1"),
-    "kl_horizon": ("100", "--kl_target TARGET 100"),
-    "logprob_micro_batch_tokens": ("4096", "--micro_batch_tokens"),
-    "max_sampler_diff": ("0", "--max_logprob_diff 0"),
-    "record_batches": ("4", "studies/replay.py rebuilds its batch"),
-    "ref_policy_alpha": ("0.5", "--ref_policy_update FREQ 0.5"),
-    "ref_policy_update_freq": ("5", "--ref_policy_update 5 ALPHA"),
-    "require_learning": ("", "scripts/doctor.py RUN exits with code 3"),
-    "reward_timeout": ("60", "--call_timeout 60"),
-    "reward_workers": ("4", "as many verifier processes as cores, less two"),
-    "sleep": ("all", "--vllm_sleep all"),
-    "stop": ("x", "--stop_strings x"),
-    "turn_lag": ("32", "128 engine steps"),
-    "turn_timeout": ("30", "--call_timeout 30"),
-    "vllm_gpu_memory_utilization": ("0.5", """--vllm_args '{"gpu_memory_utilization": 0.5}'"""),
-    "warm_up": ("5", "--warmup_steps 5"),
-}
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_flag_is_answered_with_what_replaces_it(name, capsys):
-    """With a space and with =, with underscores and with dashes; a switch also where it is turned off."""
-    value, answer = REMOVED[name]
-    dashes = name.replace("_", "-")
-    if value:
-        lines = [[f"--{name}", value], [f"--{name}={value}"], [f"--{dashes}", value], [f"--{dashes}={value}"]]
-    else:
-        lines = [[f"--{name}"], [f"--{dashes}"], [f"--no-{dashes}"], [f"--no_{name}"]]
-    for line, kind in itertools.product(lines, (grpo.Args, ppo.Args)):
-        fields = {f.name: f for f in dataclasses.fields(kind)}
-        with pytest.raises(SystemExit) as end:
-            flag_translation.refuse_foreign(["--beta", "0.1", *line, "--seed", "3"], fields)
-        answers = capsys.readouterr().err.splitlines()
-        assert end.value.code == 2
-        assert [answer in text for text in answers if text.startswith(f"  {' '.join(line)[:60]} -> ")] == [True]
-
-
-@pytest.mark.parametrize("name", ["their train.py", "run.sh"])
-def test_a_training_script_of_others_leads_to_the_translation(tmp_path, capsys, name):
-    """As an argument of a script here, wherever it stands; the value of a flag may be a file, too."""
-    file = tmp_path / name
-    file.write_text("from trl import GRPOTrainer\n")
-    fields = {f.name: f for f in dataclasses.fields(grpo.Args)}
-    for words in ([str(file)], ["--beta", "0.1", str(file), "--seed", "2"]):
-        with pytest.raises(SystemExit) as end:
-            flag_translation.refuse_foreign(words, fields)
-        said = capsys.readouterr().err
-        assert end.value.code == 2 and f"python scripts/translate.py --file {shlex.quote(str(file))}" in said
-    flag_translation.refuse_foreign(["--environment", str(file), "--stop_strings", str(file), "--seed", "2"], fields)
-    assert capsys.readouterr().err == ""
-
-
-ACCEPTED = [  # an old command line, and what it is now
-    (["--reward_workers", "4"], {}),
-    (["--logprob_micro_batch_tokens=4096", "--seed", "3"], {"seed": 3}),
-    (["--record_batches", "4"], {}),
-    (["--adam_eps", "1e-8"], {}),
-    (["--turn-lag", "128"], {}),
-    (["--no-require_learning"], {}),
-    (["--no_require_learning"], {}),
-    (["--reward_timeout", "60"], {"call_timeout": 60.0}),
-    (["--turn-timeout=30", "--reward_timeout=30"], {"call_timeout": 30.0}),
-    (["--vllm_gpu_memory_utilization", "0.5"], {"vllm_args": '{"gpu_memory_utilization": 0.5}'}),
-    (["--control", "random"], {"reward_control": "random"}),
-    (["--entropy_coeff=-0.1"], {"entropy_coef": -0.1}),
-    (["--entropy-coeff", "-0.1"], {"entropy_coef": -0.1}),
-    (["--max_sampler_diff", "0"], {"max_logprob_diff": 0.0}),
-    (["--sleep", "engine"], {"vllm_sleep": "engine"}),
-    (["--stop", "it's", "$x y", "--warm_up", "0.1"], {"stop_strings": ("it's", "$x y"), "warmup_steps": 0.1}),
-    (["--bad_rows", "raise"], {"bad_rows": "error"}),
-    (["--overlong_prompts=filter"], {"overlong_prompts": "drop"}),
-]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("words, now", ACCEPTED, ids=lambda value: " ".join(value))
-def test_a_removed_flag_that_changes_no_result_is_a_warning_line(words, now, monkeypatch, capsys):
-    """One line for each, on the first rank of a node; the arguments are those of the command line of today."""
-    for kind in (grpo.Args, ppo.Args):
-        args = flags.parse(kind, words=words)
-        warnings = capsys.readouterr().err.splitlines()
-        old = [word for word in words if re.split("[= ]", word.removeprefix("--"))[0] != "seed" and word[:2] == "--"]
-        assert [line.split()[:2] for line in warnings] == [["warning:", word] for word in old]
-        assert vars(args) == vars(kind()) | now | {"flags_set": frozenset(now)}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    flags.parse(grpo.Args, words=words)
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("kind, words, now", [
-    (grpo.Args, "--as verl --beta 0.1", "--preset verl --beta 0.1"),
-    (grpo.Args, "--kl_reward_norm inside", "--kl_reward_norm before_norm"),
-    (grpo.Args, "--kl_reward_norm=outside", "--kl_reward_norm after_norm"),
-    (ppo.Args, "--critic warm_up=0.1 num_epochs=2", "--critic warmup_steps=0.1 num_epochs=2"),
-    (ppo.Args, "--system_prompt warm_up=1 --seed 2", "--system_prompt warm_up=1 --seed 2"),
-])  # fmt: skip
-def test_an_old_name_is_today_s_command(kind, words, now, capsys):
-    expected = vars(flags.parse(kind, words=now.split()))
-    assert capsys.readouterr().err == ""
-    assert vars(flags.parse(kind, words=words.split())) == expected
-    assert ("the next version rejects the old form" in capsys.readouterr().err) == (words != now)
-
-
-@pytest.mark.parametrize("line", [
-    "--adam_eps 1e-5", "--adam_eps", "--turn_lag 4", "--require_learning", "--kl_horizon 5", "--ref_policy_alpha 0.5",
-    "--reward_timeout 5 --call_timeout 6", "--reward_timeout 5 --turn_timeout 6", "--warm_up 1 --warmup_steps 2",
-    "--reward_workers 1 2", """--vllm_gpu_memory_utilization 0.5 --vllm_args '{"max_num_seqs": 4}'""",
-])  # fmt: skip
-def test_a_removed_flag_without_which_results_could_change_stays_an_error(line, capsys):
-    with pytest.raises(SystemExit) as end:
-        flags.parse(grpo.Args, words=shlex.split(line))
-    assert end.value.code == 2 and "use instead" in capsys.readouterr().err
-
-
-def test_the_table_of_removed_flags_names_flags_of_today():
-    today = {f.name for script in (grpo, ppo) for f in dataclasses.fields(script.Args)}
-    assert flag_translation.REMOVED.keys() == REMOVED.keys() and not flag_translation.REMOVED.keys() & today
-    named = {name for text in flag_translation.REMOVED.values() for name in re.findall(r"--(\w+)", text)}
-    assert named - today == set()
 
 
 def test_dry_run(tiny, tmp_path, capsys):

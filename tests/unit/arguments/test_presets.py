@@ -14,10 +14,8 @@ import json
 import math
 import os
 import re
-import shlex
 import subprocess
 import sys
-import tomllib
 import types
 import typing
 from pathlib import Path
@@ -25,7 +23,6 @@ from typing import NamedTuple
 
 import frameworks
 import is_finished
-import presets_page
 import pytest
 import torch
 import transformers
@@ -97,7 +94,7 @@ def test_flags_given_beside_a_preset_win_in_any_order_also_with_our_default(scri
 @pytest.mark.parametrize("words, expected", [
     (["--preset", "verk"], ["'verk'", "verl, trl, openrlhf, areal, open-instruct"]),
     (["--preset="], ["''", "verl, trl"]),
-    (["--beta", "0.1", "--preset"], ["--preset -> takes a value"]),
+    (["--beta", "0.1", "--preset"], ["''", "verl, trl"]),
     (["--preset", "tinyzero"], ["'tinyzero'", "tinyzero is for ppo.py"]),
     (["--preset", "trl", "--advantage_eps", "-1"], []),
 ])  # fmt: skip
@@ -259,11 +256,6 @@ def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, mo
         assert (found, text in said) == (code, True), said + error
 
 
-def test_the_page_is_what_the_table_gives():
-    page = ROOT / "docs" / "evidence" / "presets.md"
-    assert page.read_text() == presets_page.page(), "run: python studies/presets_page.py"
-
-
 def test_advantage_eps_is_added_to_the_deviation():
     """Also where the KL is inside the statistics: both calls of the script hand it over."""
     rewards = torch.tensor([[0.0, 0.0, 1e-4, 1e-4]], dtype=F64)
@@ -368,13 +360,6 @@ class Variant(NamedTuple):
     only: tuple[str, ...] = ()  # the quantities that agree; (): all
 
 
-def published(framework: str, path: str) -> tuple[str, ...]:
-    """The flags of a published command, translated: they are compared as those of the presets are."""
-    table = tomllib.loads((ROOT / "tests" / "published_commands.toml").read_text())["command"]
-    (line,) = [entry["ours"] for entry in table if (entry["framework"], entry["path"]) == (framework, path)]
-    return tuple(shlex.split(line.partition(".py ")[2]))
-
-
 KL_LOSS = ("--beta", "0.04")
 KL_REWARD = ("--beta", "0.04", "--kl_placement", "reward")
 FAR_OUT = ("ratio far out",)  # which is also far from the reference
@@ -390,17 +375,10 @@ VARIANTS = {
         ),
         "centered": Variant(("--advantage_normalization_type", "centered"), {"norm_adv_by_std_in_grpo": False}),
         "PPO": Variant((), {"gae": True}, "ppo"),
-        "published GRPO": Variant(
-            published("verl", "examples/grpo_trainer/run_qwen2-7b.sh"),
-            {"actor": {"use_kl_loss": True, "kl_loss_coef": 0.001}},
-            apart=FAR_OUT,
-        ),
-        "published PPO": Variant(published("verl", "examples/ppo_trainer/run_deepseek7b_llm.sh"), {"gae": True}, "ppo"),
         "PPO, KL in the reward": Variant(KL_REWARD, {"gae": True, "kl_in_reward": 0.04}, "ppo"),
     },
     "trl": {
         "": Variant(),
-        "published README": Variant(published("trl", "README.md")),
         "sequences": Variant(("--loss_norm", "sequence"), {"config": {"loss_type": "grpo"}}),
         "constant": Variant(
             ("--loss_norm", "constant", "--max_response_length", "64"),
@@ -420,11 +398,6 @@ VARIANTS = {
         "sequences": Variant(("--loss_norm", "sequence"), {"policy": {"token_level_loss": False}}),
         "dual clip": Variant(("--clip_ratio_c", "3"), {"policy": {"dual_clip": 3.0}}),
         "RLOO": Variant(("--advantage_normalization_type", "leave_one_out"), {"estimator": "rloo"}),
-        "published GRPO": Variant(
-            published("openrlhf", "examples/scripts/train_grpo_ray_hybrid_engine.sh"),
-            {"kl": {"use_loss": True, "estimator": "k3", "coef": 0.001}},
-            apart=FAR_OUT,
-        ),
         "Dr. GRPO": Variant(("--advantage_normalization_type", "centered"), {"estimator": "dr_grpo"}),
         "KL in the loss": Variant(
             ("--kl_placement", "loss", "--kl_estimator", "k3"),
@@ -439,7 +412,6 @@ VARIANTS = {
     },
     "areal": {
         "": Variant(),
-        "published gsm8k_grpo.yaml": Variant(published("areal", "README.md")),
         "KL in the reward": Variant(KL_REWARD, {"kl_ctl": 0.04}, sampler_is_old=True),
         "KL of the sampler": Variant(KL_REWARD, {"kl_ctl": 0.04}, apart=("*",)),
         "batch normalization": Variant((), {"adv_norm": True}, apart=("*",)),
@@ -640,16 +612,34 @@ def default_of(config: dict, path: str):
     return config
 
 
-def sources(name: str) -> list[tuple[str, presets_page.Source]]:
-    """(flag, source) of every setting that the framework has."""
-    return [(setting.flag, source) for setting in presets_page.settings(name) for source in setting.sources]
+class Source(NamedTuple):
+    """Location of a framework's setting: its field = default, or its code, and the line of a file."""
+
+    theirs: str
+    file: str
+    line: int
+
+
+def settings(name: str) -> dict[str, list[Source]]:
+    """Flag -> the sources in the comments of presets.toml; none where the framework has no such step."""
+    text = (ROOT / "runtime" / "arguments" / "presets.toml").read_text()
+    file, lines = re.search(rf"^\[{name}\.flags\] # (\S+)\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE).groups()
+    found = {}
+    for line in lines.splitlines():
+        flag, comment = re.fullmatch(r"(\w+) = .*? # (.*)", line).groups()
+        found[flag] = []
+        for part in comment.split(" | ") if comment != "no such step" else ():
+            place, theirs = part.split(" ", 1)
+            own, number = place.rsplit(":", 1)
+            found[flag].append(Source(theirs, own or file, int(number)))
+    return found
 
 
 def test_every_setting_of_the_table_has_its_source_or_says_that_there_is_none():
     for name, preset in presets.PRESETS.items():
-        listed = presets_page.settings(name)
-        assert {setting.flag: setting.value for setting in listed} == preset.flags
-        assert len(sources(name)) > 20
+        listed = settings(name)
+        assert list(listed) == list(preset.flags)
+        assert sum(map(len, listed.values())) > 20
 
 
 @pytest.mark.slow
@@ -658,13 +648,13 @@ def test_defaults_stand_where_the_table_says(name, theirs):
     """Every setting's file and line in the wheel have the field and its default. AReaL's examples are in no wheel."""
     folder, _ = theirs(name)
     checked = 0
-    for field, (theirs, file, number) in sources(name):
+    for theirs, file, number in itertools.chain(*settings(name).values()):
         if file.startswith("examples/"):
             continue
         root = Path(transformers.__file__).parent.parent if file.startswith("transformers/") else folder
         text = (root / file).read_text()
         lines = text.splitlines()
-        where = (field, file, number)
+        where = (theirs, file, number)
         field, equals, value = theirs.partition("=")
         if file.endswith(".yaml"):
             assert str(default_of(yaml.safe_load(text), field)).lower() in (value, str(yaml.safe_load(value)).lower())
