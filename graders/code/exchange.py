@@ -52,9 +52,8 @@ def encode(value):
     for kind, container in CONTAINERS.items():
         if isinstance(value, container):
             return {kind: [encode(part) for part in value]}
-    name = type(value).__name__
-    plain = "None, booleans, numbers, text, lists, tuples, sets and dicts"
-    raise NoPlainValue(f"a {name} is not a value that tests and a program can exchange, which are {plain}")
+    plain = "None, booleans, numbers, text, lists, tuples, sets, dicts"
+    raise NoPlainValue(f"a {type(value).__name__} is not a value that tests and a program can exchange ({plain})")
 
 
 def decode(message):

@@ -37,7 +37,7 @@ def test_functions_and_classes_of_tests_are_run(tests):
 
 NOT_RUN = {  # what needs the runners of unittest or pytest -> how that is named
     "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(add(1, 2), 3)\n": "TestCase",
-    "import pytest\n@pytest.fixture\ndef three():\n    return 3\ndef test_a(three):\n    assert add(1, 2) == three": "pytest.fixture",
+    "import pytest\n@pytest.fixture\ndef c():\n    return 3\ndef test_a(c):\n    assert add(1, 2)": "pytest.fixture",
     "def test_a(tmp_path):\n    assert add(1, 2) == 3": "test_a has a parameter",
     "class TestA:\n    def setup_method(self):\n        self.three = 3\n"
     "    def test_a(self):\n        assert add(1, 2) == self.three": "def setup_method",
