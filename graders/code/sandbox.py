@@ -6,25 +6,15 @@ program or its tests left in memory can be found by a later one.
     server     one per worker; stands by with Python loaded, so that a sandbox costs a fork and not a start
     launcher   one per sandbox; watches the memory, the keeper and the parent, and ends and removes everything
     keeper     process 1 of new namespaces, where there is nothing but the standard library; holds the time limit
-    program    drops every right, takes the limits upon itself, closes system calls, and runs its job
-
-The jobs:
-
-    program   stdin is the job's text, and what is printed comes back with the exit status
-    calls     for each line with a function's name and arguments, a line with its value or its exception comes back
-    judge     a test runs, with its check(candidate); the calls that it makes go out as such lines, and its last line is
-              a verdict
+    program    drops every right, takes the limits upon itself, closes system calls, and runs its job (exchange.py)
 
 What a program must not know, such as the values that it should return, is never sent to its sandbox.
 """
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import ctypes
-import enum
 import errno
 import fcntl
 import functools
@@ -65,221 +55,18 @@ WHEEL_LIBRARIES = (
 HOME = "/sandbox"  # in the new root, a file system in memory
 RUN = "/run"  # in there: the program's input and output, and its folder tmp
 DEVICES = ("null", "full", "random", "urandom")  # not zero: to map it shared is to share memory
-# This file as it is now: the servers of a run's sandboxes are all of this text, whatever is edited meanwhile.
-SOURCE = b""
+# These files as they are now: the servers of a run's sandboxes are all of this text, whatever is edited meanwhile.
+SOURCES: list[str] = []
 if __name__ != "__main__":
-    with open(__file__, "rb") as own_file:
-        SOURCE = own_file.read()
+    for name in ("sandbox.py", "exchange.py"):
+        with open(f"{os.path.dirname(__file__)}/{name}", encoding="utf-8") as own_file:
+            SOURCES.append(own_file.read())
 allow_unsafe = False  # in a worker: what --allow_unsafe_code_exec says
 
 NEW_MOUNTS, NEW_NAMES, NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 NEW_USERS, NEW_PROCESSES, NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 DEATH_SIGNAL, FILTER_CALLS, ADOPT_ORPHANS, NO_NEW_RIGHTS = 1, 22, 36, 38  # of prctl
 ANY_NAMESPACE = NEW_MOUNTS | NEW_NAMES | NEW_IPC | NEW_USERS | NEW_PROCESSES | NEW_NETWORK | 0x02000000
-
-
-# --------------------------------------------------------------------------------------------------------- values
-# A value crosses as JSON without nesting, whatever its depth: {"items": [...], "value": reference}. A reference is a
-# scalar itself, or [index] of an item. An item is [kind, references...]; one that cannot change comes after its parts.
-
-
-CONSTRUCTED = {  # class -> function(value) -> the arguments that make the value again
-    "builtins.complex": lambda v: (v.real, v.imag),
-    "builtins.range": lambda v: (v.start, v.stop, v.step),
-    "builtins.bytes": lambda v: (v.decode("latin-1"), "latin-1"),
-    "fractions.Fraction": lambda v: (v.numerator, v.denominator),
-    "decimal.Decimal": lambda v: (str(v),),
-    "datetime.date": lambda v: (v.year, v.month, v.day),
-    "datetime.time": lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
-    "datetime.datetime": lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo),
-    "datetime.timedelta": lambda v: (v.days, v.seconds, v.microseconds),
-    "datetime.timezone": lambda v: (v.utcoffset(None),),
-    "numpy.array": lambda v: (tuple(v.ravel().tolist()), v.dtype.str, v.shape),
-}
-FROZEN = {"tuple": tuple, "frozenset": frozenset}
-FILLED = {"list": list, "set": set, "dict": dict, "deque": None, "bytearray": bytearray}  # made empty, then filled
-PLAIN_INTEGER = 2**63  # larger ones cross in hexadecimal, which takes linear time to write and to read
-
-
-class NoPlainValue(TypeError):
-    """A value that cannot cross between two sandboxes."""
-
-
-def _kind(value, scope: dict) -> str:
-    """Return the kind of a value that is not a scalar; a subclass of a container counts as the container."""
-    cls = type(value)
-    for name, container in (FROZEN | FILLED).items():
-        if container is not None and isinstance(value, container):
-            return name
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if name == "collections.deque":
-        return "deque"
-    if name == "numpy.ndarray" and value.dtype.kind in "biufcSU":
-        return "numpy.array"
-    if name in CONSTRUCTED:
-        return name
-    if cls.__module__ == scope.get("__name__") and scope.get(cls.__name__) is cls:
-        return "member" if isinstance(value, enum.Enum) else "object"
-    raise NoPlainValue(f"a {cls.__qualname__} is not a value that a test and a program can exchange")
-
-
-def _attributes(value) -> dict:
-    """Return the attributes of an instance, including those in slots."""
-    found = {}
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found | getattr(value, "__dict__", {})
-
-
-def _scalar(value):
-    """Return (True, the value for JSON) for a scalar, a subclass as its base class; (False, None) for anything else."""
-    if value is None or isinstance(value, bool):
-        return True, value
-    if isinstance(value, int):
-        plain = int.__add__(value, 0)
-        return -PLAIN_INTEGER < plain < PLAIN_INTEGER, plain
-    if isinstance(value, float):
-        return True, float.__pos__(value)  # which leaves -0.0 its sign
-    if isinstance(value, str):
-        return True, str.__str__(value)
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
-        plain = value.item()
-        return type(plain) in (bool, int, float), plain
-    return False, None
-
-
-def _parts(value, kind: str) -> list:
-    """Return the values that an item of this kind refers to."""
-    if kind in CONSTRUCTED:
-        return list(CONSTRUCTED[kind](value))
-    if kind == "member":
-        return [type(value).__name__, value.name]
-    if kind == "object":
-        attributes = _attributes(value)
-        return [type(value).__name__, *(part for pair in attributes.items() for part in pair)]
-    if kind == "dict":
-        return [part for pair in value.items() for part in pair]
-    if kind == "bytearray":
-        return [bytes(value)]
-    return list(value)
-
-
-def encode(value, scope: dict | None = None) -> dict:
-    """Encode a value for JSON; ``scope`` names the classes whose instances may be exchanged.
-
-    Raises NoPlainValue for what has no such form, and nothing for depth, cycles or numbers of any length.
-    """
-    items: list = []
-    places: dict[int, int] = {}  # id of a value -> its item
-    # Items whose parts are referred to once all have places; their parts live on in it, so that no id is used twice.
-    filled: list[tuple[int, list]] = []
-    pending = [(value, None, None)]
-    while pending:
-        current, kind, parts = pending.pop()
-        if _scalar(current)[0] or id(current) in places:
-            continue
-        if isinstance(current, int):
-            places[id(current)] = len(items)
-            items.append(["int", hex(current)])
-            continue
-        if kind is not None:  # its parts have places now
-            places[id(current)] = len(items)
-            items.append([kind, *parts])
-            filled.append((len(items) - 1, parts))
-            continue
-        current_kind = _kind(current, scope or {})
-        parts = _parts(current, current_kind)
-        if current_kind in FILLED or current_kind == "object":
-            places[id(current)] = len(items)
-            items.append([current_kind])
-            filled.append((len(items) - 1, parts))
-        else:
-            pending.append((current, current_kind, parts))
-        pending += [(part, None, None) for part in parts]
-
-    def reference(part):
-        scalar, plain = _scalar(part)
-        return plain if scalar else [places[id(part)]]
-
-    for place, parts in filled:
-        items[place][1:] = map(reference, parts)
-    return {"items": items, "value": reference(value)}
-
-
-def _class(name: str, scope: dict) -> type:
-    """Return the class of this name that this process defines itself. Raises NoPlainValue if there is none."""
-    found = scope.get(name)
-    if not isinstance(found, type) or found.__module__ != scope.get("__name__"):
-        raise NoPlainValue(f"an instance of {name}{OWN_CLASS}")
-    return found
-
-
-def _construct(kind: str, parts: list, scope: dict):
-    """Construct a value of an immutable kind."""
-    if kind == "int":
-        return int(parts[0], 16)
-    if kind == "member":
-        return _class(parts[0], scope)[parts[1]]
-    if kind in FROZEN:
-        return FROZEN[kind](parts)
-    if kind not in CONSTRUCTED:
-        raise ValueError(f"no kind {kind!r}")
-    if kind == "numpy.array":
-        values, dtype, shape = parts
-        return importlib.import_module("numpy").array(values, dtype).reshape(shape)
-    module, _, name = kind.rpartition(".")
-    return getattr(importlib.import_module(module), name)(*parts)
-
-
-def _empty(kind: str, parts: list, scope: dict):
-    """Create an empty container, or an instance without attributes, to be filled later."""
-    if kind == "deque":
-        return importlib.import_module("collections").deque()
-    if kind != "object":
-        return FILLED[kind]()
-    return object.__new__(_class(parts[0], scope))
-
-
-def _fill(made, kind: str, parts: list) -> None:
-    """Put its parts into what ``_empty`` made."""
-    if kind in ("list", "deque"):
-        made.extend(parts)
-    elif kind == "bytearray":
-        made.extend(parts[0])
-    elif kind == "set":
-        made.update(parts)
-    elif kind == "dict":
-        made.update(zip(parts[::2], parts[1::2], strict=True))
-    else:
-        for name, value in zip(parts[1::2], parts[2::2], strict=True):
-            if name.startswith("__"):
-                raise ValueError(f"an attribute {name!r}")
-            object.__setattr__(made, name, value)
-
-
-def decode(message: dict, scope: dict | None = None):
-    """Decode a message made by ``encode``. Invalid input raises any error, since a program may send any line.
-
-    It may also take long, or much memory: call it only in a process that is killed at a limit.
-    """
-    items, made = message["items"], []
-
-    def value_of(reference):
-        return made[reference[0]] if isinstance(reference, list) else reference
-
-    for kind, *parts in items:
-        if kind in FILLED or kind == "object":
-            made.append(_empty(kind, parts, scope or {}))
-        else:
-            made.append(_construct(kind, [value_of(part) for part in parts], scope or {}))
-    for hashed in (False, True):  # what hashes its parts comes last, when instances have their attributes
-        for place, (kind, *parts) in enumerate(items):
-            if (kind in FILLED or kind == "object") and (kind in ("set", "dict")) == hashed:
-                _fill(made[place], kind, [value_of(part) for part in parts])
-    return value_of(message["value"])
 
 
 # ----------------------------------------------------------------------------------------------------- the kernel
@@ -359,15 +146,6 @@ def close_system_calls() -> None:
     text = ctypes.create_string_buffer(code, len(code))
     header = (ctypes.c_uint64 * 2)(len(program), ctypes.addressof(text))
     kernel("prctl", FILTER_CALLS, 2, header, 0, 0)
-
-
-def new_keyring() -> None:
-    """Leave the session's keyring, from which a program could read this user's keys, for an empty one."""
-    try:
-        kernel("syscall", refused_calls()["keyctl"], 1, None)
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.EPERM):  # where there are no keys, or no calls for them
-            raise
 
 
 def build_root(mounts: dict[str, str]) -> None:
@@ -451,12 +229,6 @@ def prepare_namespaces(mounts: dict[str, str]) -> tuple[int, int]:
         os.waitpid(builder, 0)
 
 
-def isolate(mount_namespace: int) -> None:
-    """Leave this machine's files, network, names and message queues, in process 1 of a new process namespace."""
-    kernel("setns", mount_namespace, NEW_MOUNTS)
-    kernel("unshare", NEW_MOUNTS | NEW_NETWORK | NEW_IPC | NEW_NAMES)
-
-
 def drop_rights(user: int) -> None:
     """Become ``user`` of the namespace without any capability."""
     os.setresgid(user, user, user)
@@ -514,40 +286,27 @@ def end_namespace() -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Delete a folder however deep, and whatever rights its folders have: one descriptor walks down and up."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-    try:
-        os.chmod(folder, 0o700)
-        here = os.open(folder, flags)
-    except FileNotFoundError:
-        return
-    path: list[str] = []
-    while True:
-        below = None
-        with os.scandir(here) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    below = entry.name
-                    break
-                os.unlink(entry.name, dir_fd=here)
-        if below is None and not path:
-            break
-        if below is not None:
-            os.chmod(below, 0o700, dir_fd=here)
-        there = os.open("..", flags, dir_fd=here) if below is None else os.open(below, flags, dir_fd=here)
-        os.close(here)
-        here = there
-        if below is None:
-            os.rmdir(path.pop(), dir_fd=here)
-        else:
-            path.append(below)
-    os.close(here)
-    os.rmdir(folder)
+    """Delete a folder however deep, and whatever rights its folders have, by tools that follow no links in it."""
+    if os.path.isdir(folder):
+        os.spawnlp(os.P_WAIT, "chmod", "chmod", "-Rf", "u+rwX", folder)
+        os.spawnlp(os.P_WAIT, "rm", "rm", "-rf", folder)
+
+
+def preload(folders: list[str]) -> None:
+    """Load the shared libraries that modules in these folders, and packages, may need: no sandbox has them as files."""
+    modules = [f"{folder}/{file}" for folder in folders for file in os.listdir(folder) if file.endswith(".so")]
+    for name in [*modules, *WHEEL_LIBRARIES]:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
 
 
 def serve(requests: socket.socket):
     """Start a launcher for each request until the parent is gone. Returns in the program's process alone."""
-    mounts = library_mounts() | json.loads(sys.argv[2]) | {f"/dev/{name}": f"/dev/{name}" for name in DEVICES}
+    folders = [path for path in sys.path if os.path.isdir(path)]
+    preload(folders)
+    outermost = [path for path in folders if not any(path.startswith(other + "/") for other in folders)]
+    mounts = {path: os.path.realpath(path) for path in outermost}
+    mounts |= json.loads(sys.argv[2]) | {f"/dev/{name}": f"/dev/{name}" for name in DEVICES}
     namespaces, refused = None, ""
     try:
         namespaces = prepare_namespaces(mounts)
@@ -607,7 +366,8 @@ def keep(control: socket.socket, settings: dict, namespaces: tuple[int, int]):
         kernel("prctl", DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # dies with the launcher, and its namespace with it
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only one that a program of the same user could send
         if settings["isolated"]:
-            isolate(namespaces[1])
+            kernel("setns", namespaces[1], NEW_MOUNTS)
+            kernel("unshare", NEW_MOUNTS | NEW_NETWORK | NEW_IPC | NEW_NAMES)
             home = HOME
         else:
             kernel("prctl", ADOPT_ORPHANS, 1, 0, 0, 0)
@@ -702,7 +462,6 @@ def become(control: socket.socket, channel: socket.socket, settings: dict, home:
         for name, most in settings["limits"].items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
         try:
-            new_keyring()
             close_system_calls()
         except OSError:
             if settings["isolated"]:
@@ -715,278 +474,6 @@ def become(control: socket.socket, channel: socket.socket, settings: dict, home:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy would start a thread per core, past the limit
     os.closerange(CHANNEL + 1, 2**16)
     return lines, job
-
-
-def execute(before: str, code: str, scope: dict) -> None:
-    """Run ``code`` after ``before``: as text of its own, or as its continuation where it is none alone."""
-    try:
-        parts = [compile(text, "solution.py", "exec", dont_inherit=True) for text in (before, code)]
-    except SyntaxError:
-        parts = [compile(before + code, "solution.py", "exec", dont_inherit=True)]
-    for part in parts:
-        exec(part, scope)
-
-
-def run(lines, mode: str, before: str, code: str, entry_point: str) -> None:
-    """Run the job in the program's process."""
-    sys.set_int_max_str_digits(0)  # it has a limit of time
-    name = "__main__" if mode == "program" else "solution"
-    module = types.ModuleType(name)
-    sys.modules[name] = module  # where dataclasses and pickle look for the classes of a program
-    sys.argv = ["solution.py"]
-    builtins.exit = builtins.quit = sys.exit  # programs use them; the site module, left out, defines them
-    if mode == "program":
-        lines.close()
-        os.close(CHANNEL)
-        execute(before, code, module.__dict__)
-    elif mode == "calls":
-        execute(before, code, module.__dict__)
-        answer_calls(lines, module.__dict__)
-    else:
-        write_line(judge(lines, module.__dict__, mode == "try", before, code, entry_point))
-
-
-def write_line(message: dict) -> None:
-    """Write a message to the parent process as one line of JSON."""
-    text = json.dumps(message).encode() + b"\n"
-    while text:
-        text = text[os.write(CHANNEL, text) :]
-
-
-def find_function(path: str, scope: dict):
-    """Return the function that an entry point names: ``f``, ``Class.f``, or ``Class().f`` of a new instance."""
-    found = None
-    for place, part in enumerate(path.split(".")):
-        name = part.removesuffix("()")
-        found = getattr(found, name) if place else scope[name]
-        if name != part:
-            found = found()
-    return found
-
-
-def answer_calls(lines, scope: dict) -> None:
-    """Call the functions that the parent's lines name."""
-    functions = {}
-    for line in lines:
-        message = json.loads(line)
-        try:
-            name = message["function"]
-            if name not in functions:  # one instance serves all calls of its method
-                functions[name] = find_function(name, scope)
-            arguments, named = decode(message, scope)
-            value = functions[name](*arguments, **named)
-            reply = encode((value, arguments, named) if message["changes"] else value, scope)
-        except BaseException as error:
-            known = next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins")
-            reply = {"error": [type(error).__name__, str(error)[:200], known]}
-        write_line(reply)
-
-
-def write_back(old, new) -> None:
-    """Make an argument of a test what the program, which had a copy, made of it."""
-    if isinstance(old, list | bytearray):
-        old[:] = new
-    elif isinstance(old, dict | set):
-        old.clear()
-        old.update(new)
-    elif hasattr(old, "__dict__"):
-        vars(old).update(vars(new))
-
-
-def remote(function: str, lines, scope: dict, asked: list[str]):
-    """Return a stand-in by which the test calls a function of the program; each call appends its name to ``asked``."""
-
-    def call(*arguments, **named):
-        asked.append(function)
-        changeable = [a for a in (*arguments, *named.values()) if type(a) is not tuple and not _scalar(a)[0]]
-        write_line(encode((arguments, named), scope) | {"function": function, "changes": bool(changeable)})
-        reply = json.loads(lines.readline())
-        if "error" in reply:
-            name, text, known = reply["error"]
-            if name == NoPlainValue.__name__:
-                raise NoPlainValue(text)
-            error = getattr(builtins, str(known), None)  # what a test can catch: the program's own classes are not here
-            ends = StopIteration, StopAsyncIteration  # of a test's map, which would skip the values that are left
-            if not isinstance(error, type) or not issubclass(error, Exception) or issubclass(error, ends):
-                error = RuntimeError  # SystemExit, for one, must not end the test
-            raised = error.__new__(error, text)
-            raised.args = (f"{name}: {text}",)
-            raise raised
-        found = decode(reply, scope)
-        if not changeable:
-            return found
-        value, new_arguments, new_named = found
-        pairs = [*zip(arguments, new_arguments, strict=True), *((named[key], new_named[key]) for key in named)]
-        for old, new in pairs:
-            if isinstance(old, list | dict | set | bytearray) or type(old).__module__ == scope["__name__"]:
-                write_back(old, new)
-        return value
-
-    return call
-
-
-PLAIN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset)  # types of what a program may send
-OTHER_NAMES = """
-    shape dtype T ndim size tolist all any sum mean max min flatten ravel astype item numerator denominator year month
-    day hour minute second days seconds total_seconds date time isoformat weekday popleft appendleft
-"""
-PLAIN_NAMES = {name for kind in PLAIN for name in dir(kind)} | {*OTHER_NAMES.split()}  # numpy's, and of times
-# TypeErrors of a test that takes a name of the program, which is a function here, for a class.
-OWN_CLASS = ", a class that the test does not have"
-FOREIGN_CLASS = ("isinstance() arg 2", "issubclass() arg 2", "catching classes that do not inherit")
-
-
-class Anything:
-    """Placeholder result of a call in a dry trial of a test; operations that plain values have succeed.
-
-    Raises NoPlainValue where it is called, or asked for an attribute of other objects and the test has no classes.
-    """
-
-    has_classes = False
-
-    def _self(self, *arguments, **named):
-        return self
-
-    def _foreign(self, *arguments, **named):
-        raise NoPlainValue("it calls what the program returned, or next() on it, and neither can be sent")
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            return self
-        if name not in PLAIN_NAMES and not Anything.has_classes:
-            raise NoPlainValue(f"it uses .{name} of what the program returned, and only plain values can be sent")
-        return lambda *arguments, **named: self
-
-    def _true(self, *arguments):
-        return True
-
-    def __iter__(self):
-        return iter(())
-
-    def __len__(self):
-        return 0
-
-    def __float__(self):
-        return 0.0
-
-    __hash__ = object.__hash__
-    __call__ = __next__ = _foreign
-    __getitem__ = __neg__ = __abs__ = __round__ = _self
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _self
-    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _self
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _true
-
-
-def stand_in(function: str, scope: dict, asked: list[str]):
-    """Replace ``remote`` in a trial: check the arguments and return a placeholder."""
-
-    def call(*arguments, **named):
-        asked.append(function)
-        if function[:1].isupper() and "." not in function:
-            raise NoPlainValue(f"it makes an object of the program's class {function}, which cannot be sent")
-        encode((arguments, named), scope)
-        return Anything()
-
-    return call
-
-
-def _without_asserts(tree):
-    """Replace each assert of a test by its bare expression, so that the test evaluates all of them."""
-    for node in ast.walk(tree):
-        for field, statements in ast.iter_fields(node):
-            if isinstance(statements, list):
-                plain = [ast.Expr(s.test) if isinstance(s, ast.Assert) else s for s in statements]
-                setattr(node, field, plain)
-    return ast.fix_missing_locations(tree)
-
-
-def judge(lines, scope: dict, trial: bool, before: str, code: str, entry_point: str) -> dict:
-    """Run a test, its text and then its check(candidate): {"verdict": "passed", "failed" or "unusable", "why": text}.
-
-    A name that the test uses and neither it nor Python defines is a function of the program. In a trial nobody
-    answers: the test is unusable if it asks for what is not there, or passes what cannot cross.
-    """
-    asked: list[str] = []
-
-    def function(name: str):
-        return stand_in(name, scope, asked) if trial else remote(name, lines, scope, asked)
-
-    try:
-        tree = ast.parse(f"{before}\n{code}")
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        for name in used - set(dir(builtins)):
-            scope[name] = function(name)
-        Anything.has_classes = any(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
-        if trial:
-            code = ast.unparse(_without_asserts(ast.parse(code)))
-        execute("", before, scope)
-        if entry_point.isidentifier():
-            scope[entry_point] = function(entry_point)  # some tests call it by its name
-        execute("", code, scope)
-        for node in ast.walk(tree):
-            caught = node.type.id if isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) else ""
-            if not isinstance(scope.get(caught, Exception), type):
-                raise NoPlainValue(f"it catches {caught}, a class that only the program has")
-        if entry_point.isidentifier():
-            scope[entry_point] = function(entry_point)  # also where the test brings a function of this name
-        if "check" in scope:
-            scope["check"](function(entry_point))
-    except (Exception, SystemExit) as error:
-        missing = trial and isinstance(error, ImportError | NameError)
-        missing = missing or isinstance(error, SystemExit) or str(error).startswith(FOREIGN_CLASS)
-        missing = missing or (isinstance(error, NoPlainValue) and (trial or OWN_CLASS not in str(error)))
-        verdict = "failed" if asked and not missing else "unusable"
-        return {"verdict": verdict, "why": f"{type(error).__name__}: {error}"}
-    if not asked:
-        return {"verdict": "unusable", "why": "it calls no function of the program"}
-    return {"verdict": "passed", "why": ""}
-
-
-# --------------------------------------------------------------------------------------------- the server's start
-
-
-class LoadedObject(ctypes.Structure):
-    """Record of the dynamic linker about a loaded library."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
-
-
-def loaded_libraries() -> set[str]:
-    """Return the files of the shared libraries loaded in this process, under the names they were found by."""
-    names = set()
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
-    def note(about, size, data):
-        names.add((about.contents.name or b"").decode())
-        return 0
-
-    ctypes.CDLL(None).dl_iterate_phdr(note, None)
-    return names
-
-
-def library_mounts() -> dict[str, str]:
-    """Return path -> real path of the standard library and the shared libraries that it and packages may still load.
-
-    Those are no programs: what this very process has loaded, the dynamic linker among it, need not be there again.
-    """
-    folders = [path for path in sys.path if os.path.isdir(path)]
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        known = loaded_libraries()
-        modules = [f"{folder}/{file}" for folder in folders for file in os.listdir(folder) if file.endswith(".so")]
-        for name in [*modules, *WHEEL_LIBRARIES]:
-            with contextlib.suppress(OSError):
-                ctypes.CDLL(name)
-        with open(writer, "w") as f:
-            json.dump(sorted(loaded_libraries() - known - set(modules)), f)
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as f:
-        found = json.load(f)
-    os.wait()
-    files = [file for file in [*found, "/etc/ld.so.cache"] if os.path.isfile(file)]
-    outermost = [a for a in folders if not any(a.startswith(b + "/") for b in folders)]
-    return {path: os.path.realpath(path) for path in outermost + files}
 
 
 # ---------------------------------------------------------------------------------------------- the parent's side
@@ -1003,7 +490,7 @@ def _start_server() -> None:
     command = [sys.executable, "-I", "-S", "-"]  # a program that is read from stdin
     with theirs:
         process = subprocess.Popen(
-            [*command, str(theirs.fileno()), json.dumps(packages()), f"of={os.getpid()}"],
+            [*command, str(theirs.fileno()), json.dumps(packages()), SOURCES[1], f"of={os.getpid()}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -1013,7 +500,7 @@ def _start_server() -> None:
             start_new_session=True,
         )
     with process.stdin:
-        process.stdin.write(SOURCE)
+        process.stdin.write(SOURCES[0].encode())
     _server = (process, ours)
 
 
@@ -1120,11 +607,11 @@ class Sandbox:
             self.channel.sendall(json.dumps(job).encode() + b"\n")
         self._expect("running")
 
-    def ask(self, line: bytes, longest: int = LONGEST_LINE) -> bytes:
-        """Send one line to the job and return its reply; b"" after the job's end, or for a reply above ``longest``."""
+    def ask(self, line: bytes) -> bytes:
+        """Send one line to the job and return its reply; b"" after the job's end, or for a reply that is too long."""
         try:
             self.channel.sendall(line)
-            reply = self.replies.readline(longest)
+            reply = self.replies.readline(LONGEST_LINE)
         except OSError:
             return b""
         return reply if reply.endswith(b"\n") else b""
@@ -1161,5 +648,7 @@ def namespaces_refused() -> str:
 
 
 if __name__ == "__main__":
+    exchange = types.ModuleType("exchange")
+    exec(sys.argv[3], exchange.__dict__)
     channel_lines, its_job = serve(socket.socket(fileno=int(sys.argv[1])))
-    run(channel_lines, **its_job)
+    exchange.run(channel_lines, **its_job)
