@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from runtime.arguments import presets
-from runtime.arguments.other_names import refuse_other_names
 from runtime.arguments.values import ChatTemplate, InitialKL, ModelName, config_overrides, sources
+from runtime.system import user_files
 from runtime.system.process import json_object
 
 # Three groups of arguments that do not count toward a run's name and identity (docs/reference/checkpoints.md).
@@ -297,10 +296,11 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
     words = with_tracker(words)
-    refuse_other_names(words, fields)
-    name = presets.asked_for(cls, words)
-    if name is not None:
-        default = presets.apply(cls() if default is None else default, name)
+    if words:
+        user_files.find("runtime.arguments.other_names:refuse_other_names")(words, fields)
+    if any(word.partition("=")[0] == "--preset" for word in words):
+        name = user_files.find("runtime.arguments.presets:asked_for")(cls, words)
+        default = user_files.find("runtime.arguments.presets:apply")(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
     try:
         args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)

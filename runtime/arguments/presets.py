@@ -59,16 +59,14 @@ def script_of(cls: type) -> str:
     return next((script for script, mark in MARKS.items() if mark in fields), "")
 
 
-def asked_for(cls: type, words: list[str]) -> str | None:
-    """Return the NAME of the last ``--preset NAME`` on a command line, or None if there is none.
+def asked_for(cls: type, words: list[str]) -> str:
+    """Return the NAME of the last ``--preset NAME`` on a command line, which has one.
 
     Ends with exit code 2 where the script has no preset of that name, with the list of those that it has.
     """
     given = [
         w.partition("=")[2] or after for w, after in itertools.pairwise([*words, ""]) if w.split("=")[0] == "--preset"
     ]
-    if not given:
-        return None
     script = script_of(cls)
     known = [other for other, preset in PRESETS.items() if script in preset.scripts]
     if not known:
@@ -117,15 +115,13 @@ def settings_of(args: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return given, kept
 
 
-def apply(args: Any, name: str | None) -> Any:
-    """Return a copy of ``args`` with the settings of a preset, or ``args`` itself if ``name`` is None."""
-    return args if name is None else dataclasses.replace(args, **settings_of(args, name)[0])
+def apply(args: Any, name: str) -> Any:
+    """Return a copy of ``args`` with the settings of a preset."""
+    return dataclasses.replace(args, **settings_of(args, name)[0])
 
 
 def explain(args: Any) -> list[str]:
     """Return lines for the start of a run: what ``--preset`` changed and left alone, what was given, what differs."""
-    if args.preset is None:
-        return []
     preset = PRESETS[args.preset]
     ours = type(args)()
     theirs, kept = settings_of(ours, args.preset)

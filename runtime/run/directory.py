@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.arguments import presets
 from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
+from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
 
@@ -44,7 +44,8 @@ def run_name(args, defaults) -> str:
     if args.run_name is not None:
         return args.run_name
     parts = []
-    defaults = presets.apply(defaults, args.preset)
+    if args.preset is not None:
+        defaults = user_files.find("runtime.arguments.presets:apply")(defaults, args.preset)
     values = redact_values({f.name: identity_value(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
     for f in dataclasses.fields(args):
         value = values[f.name]

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from runtime.arguments import presets
 from runtime.arguments.flags import OPEN, is_open
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
@@ -76,7 +75,7 @@ def print_header(
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
-        *presets.explain(args),
+        *(user_files.find("runtime.arguments.presets:explain")(args) if args.preset is not None else ()),
         *derived_defaults.reasons(args, problems, eval_problems, model, tokenizer),
         f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}, {cores:g} cores{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
