@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.data import rendering
+from runtime.system.flag_values import unique
 from runtime.system.process import refuse
 
 STAND_IN = "STANDIN7Q"  # for a turn of the model
@@ -56,13 +57,6 @@ class Call:
     error: str = ""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key of an object occurs twice")
-    return found
-
-
 def _finite(text: str) -> float:
     if not math.isfinite(float(text)):
         raise ValueError(f"{text} is not a number in JSON")
@@ -72,7 +66,7 @@ def _finite(text: str) -> float:
 # Raw newlines and tabs in strings are accepted, because models write code with them; duplicate keys and NaN are not.
 JSON = json.JSONDecoder(
     strict=False,
-    object_pairs_hook=_unique,
+    object_pairs_hook=unique,
     parse_constant=_finite,
     parse_float=_finite,
 )
@@ -80,11 +74,9 @@ PYTHON = {"True": True, "False": False, "None": None}
 CLOSE = re.compile(r"\s*</tool_call>")
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z|(?=<function=|<tool_call>))", re.S)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.S)
-GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.S)
-GLM = re.compile(rf"\s*([\w.-]+)\s*((?>{GLM_PAIR.pattern})*+)</tool_call>", re.S)
 OPEN = r"""(?<![`"'])<tool_call>"""  # a tag in quotes is prose
 ATTEMPT = re.compile(  # what the model meant as a call, well written or not
-    rf"{OPEN}(?=\s*[\[{{<]|\s*\n|\s*[\w.-]+\s*<(?:arg_key>|/tool_call>))|^{OPEN}(?=.*?</tool_call>)"
+    rf"{OPEN}(?=\s*[\[{{<]|\s*\n|\s*[\w.-]+\s*</tool_call>)|^{OPEN}(?=.*?</tool_call>)"
     r"""|(?<![`"'])(?=<function=[^>\s]+>)""",
     re.S | re.M,
 )
@@ -111,7 +103,7 @@ def _from_json(found: Any) -> Call:
 def _from_pairs(name: str, pairs: list[tuple[str, str]], tools: list[dict]) -> Call:
     """Return the call of a form without quotes: the tool's schema says which arguments are text."""
     schema = next((tool for tool in tools if tool["name"] == name), {}).get("parameters", {}).get("properties", {})
-    arguments = _unique([(key.strip(), value) for key, value in pairs])
+    arguments = unique([(key.strip(), value) for key, value in pairs])
     for key, text in arguments.items():
         if schema.get(key, {}).get("type") != "string":
             with contextlib.suppress(ValueError, RecursionError):
@@ -130,9 +122,6 @@ def _tagged(text: str, start: int, tools: list[dict]) -> tuple[Call, int]:
             raise ValueError(f"{rest[:80]!r} is not <parameter=NAME>VALUE</parameter>")
         pairs = PARAMETER.findall(found[2])
         return _from_pairs(name, pairs, tools), found.end()
-    if found := GLM.match(text, start):
-        pairs = GLM_PAIR.findall(found[2])
-        return _from_pairs(found[1], pairs, tools), found.end()
     start += len(text[start:]) - len(text[start:].lstrip())
     if text.startswith("<function=", start):
         raise ValueError("<function=...> without </function>")
@@ -145,7 +134,7 @@ def _tagged(text: str, start: int, tools: list[dict]) -> tuple[Call, int]:
 
 
 def hermes_calls(text: str, tools: list[dict] = ()) -> list[Call]:
-    """Return the calls in <tool_call>: JSON, <function=NAME> (Qwen3-Coder) or <arg_key> (GLM). ``tools``: schemas."""
+    """Return the calls in <tool_call>: JSON, or <function=NAME> (Qwen3-Coder). ``tools``: their schemas."""
     calls = []
     place = 0
     while attempt := ATTEMPT.search(text, place):
@@ -183,7 +172,6 @@ def llama_calls(text: str, tools: list[dict] = ()) -> list[Call]:
 PARSERS = {
     "hermes": hermes_calls,
     "qwen3_coder": hermes_calls,
-    "glm": hermes_calls,
     "llama": llama_calls,
 }
 

@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -48,28 +48,27 @@ def nursery_of(spec: str, life: int) -> Nursery:
     return Nursery(code_of_run(), user_objects.load, path, name, user_files.text_of(path))
 
 
-class Nurseries:
-    """The processes of one environment: forks of a nursery, which is made again when a tool has killed it."""
+lives: Counter[str] = Counter()  # environment -> how many of its nurseries a tool has killed
 
-    def __init__(self, spec: str):
-        self.spec = spec
-        self.life = 0
 
-    def worker(self) -> tuple[Worker, Connection]:
-        """Start a process, and return it and the connection to it. Raises RuntimeError if no process can be started."""
-        for _ in range(5):
-            try:
-                return nursery_of(self.spec, self.life).worker(user_objects.serve)
-            except (OSError, EOFError) as error:
-                if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise RuntimeError(f"--environment {self.spec}: {error}: raise `ulimit -n`") from error
-                self.life += 1
-        raise RuntimeError(f"--environment {self.spec}: its processes do not start; is `ulimit -u` reached?")
+def start_process(spec: str) -> tuple[Worker, Connection]:
+    """Start a process of an environment, and return it and the line to it. A nursery that is gone is made again.
+
+    Raises RuntimeError if no process can be started.
+    """
+    for _ in range(5):
+        try:
+            return nursery_of(spec, lives[spec]).worker(user_objects.serve)
+        except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise RuntimeError(f"--environment {spec}: {error}: raise `ulimit -n`") from error
+            lives[spec] += 1
+    raise RuntimeError(f"--environment {spec}: its processes do not start; is `ulimit -u` reached?")
 
 
 def ask_once(spec: str, request: tuple, seconds: float) -> Any:
     """Ask a new process once. Raises TimeoutError, or EOFError if the process ended without an answer."""
-    worker, line = Nurseries(spec).worker()
+    worker, line = start_process(spec)
     try:
         line.send(request)
         if not line.poll(seconds):
@@ -226,7 +225,6 @@ class Episodes(turns.Episodes):
         self.raised: int | None = 0  # episodes that ended in an exception; None once one has not
         self.about = describe_class(args.environment)
         self.chat = chat_of(rendering.load_tokenizer(args), args)
-        self.nurseries = Nurseries(args.environment)
 
     def begin(self, batch: int, key: tuple[int, int], prompt_ids: list[int], seed: int, *more) -> Episode:
         """Return the episode of a request of the run; ``more``: its other fields, up to ``opening``."""
@@ -319,7 +317,7 @@ class Episodes(turns.Episodes):
         if episode.worker is not None and not episode.worker.is_alive():  # ended since, not by this turn
             self._end(episode)
         if episode.worker is None:
-            episode.worker, episode.line = self.nurseries.worker()
+            episode.worker, episode.line = start_process(self.args.environment)
             self.played.append(episode)
             messages = [("begin", episode.row, seed_of(episode.row)), *(("turn", *p) for p in episode.past), *messages]
         episode.unanswered = len(messages)

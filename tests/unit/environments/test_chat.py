@@ -23,11 +23,10 @@ from runtime.environments import episodes
 from runtime.run import reward_model
 from runtime.training import batching
 
-FORMS = ("qwen2_5", "qwen3", "llama3", "hermes", "qwen3_coder", "glm")
+FORMS = ("qwen2_5", "qwen3", "llama3", "hermes", "qwen3_coder")
 OWN = [ROOT / "tests" / "templates" / f"{name}.jinja" for name in FORMS]
 TEMPLATES = OWN + sorted(Path(os.environ.get("RLVR_TEMPLATES", "/nonexistent")).glob("*.jinja"))
 LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>")
-GLM = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
 # Two calls, each with the answer that Tools gives; Llama's templates write one call a turn.
 CALLS = [("add", {"number": 2}, "2"), ("words", {"count": 2, "word": 'a "b" <é>'}, 'a "b" <é> a "b" <é>')]
@@ -50,9 +49,9 @@ class Special(Player):
 
 @pytest.fixture(scope="module")
 def folder(tiny, tmp_path_factory) -> Path:
-    """The tiny tokenizer with Llama's and GLM's special tokens."""
+    """The tiny tokenizer with Llama's special tokens."""
     tokenizer = rendering.load_tokenizer(arguments(tiny, "Tools"))
-    tokenizer.add_special_tokens({"additional_special_tokens": [*LLAMA, *GLM]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*LLAMA]})
     place = tmp_path_factory.mktemp("special")
     tokenizer.save_pretrained(place)
     return place

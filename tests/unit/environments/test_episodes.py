@@ -514,8 +514,8 @@ def test_the_game_in_the_prompt_is_the_game_that_is_played(player, tiny, how):
     numbers = [problem.messages[-1]["content"].removeprefix("u say ") for problem in problems]
     assert (len(set(numbers)) == 1) == (how in ("module", "counter"))
     one = player("Reproducible")
-    for life in (0, 1):
-        one.episodes.nurseries.life = life
+    for _ in range(2):
+        episodes.lives[one.args.environment] += 1
         for problem, number in zip(problems, numbers, strict=True):
             episode = one.begin(**problem.row)
             episode.opening = problem.opening
@@ -694,6 +694,7 @@ def test_the_limit_of_open_files_is_raised_and_its_need_checked(tiny, capsys, mo
 def test_too_many_open_files_are_no_dead_nursery(player):
     """The error names the limit, and the processes that play go on."""
     one = player("Guess")
+    before = episodes.lives[one.args.environment]
     first = one.begin()
     one.says(first, "1")
     one.steps()
@@ -713,7 +714,7 @@ def test_too_many_open_files_are_no_dead_nursery(player):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in held:
             os.close(descriptor)
-    assert one.episodes.nurseries.life == 0
+    assert episodes.lives[one.args.environment] == before
 
 
 def test_defaults_follow_from_prompts_with_tools_and_first_observations(tmp_path):

@@ -28,15 +28,6 @@ def xml(name: str, arguments: dict) -> str:
     return "\n".join([*lines, "</function>"])
 
 
-def glm(name: str, arguments: dict, end: str = "\n") -> str:
-    """The form of GLM 4.5 (``end``: a newline) and 4.7 (none)."""
-    text = name + end
-    for key, value in arguments.items():
-        value = value if isinstance(value, str) else json.dumps(value)
-        text += f"<arg_key>{key}</arg_key>{end}<arg_value>{value}</arg_value>{end}"
-    return f"<tool_call>{text}</tool_call>"
-
-
 def called(parser: str, text: str, tools=TOOLS) -> list | str:
     """[[name, arguments]] of each call, or what is wrong with the first that cannot be made."""
     calls = PARSERS[parser](text, tools)
@@ -57,8 +48,6 @@ RIGHT = {
     "XML for a template of JSON": ("hermes", tagged(xml("edit", WANTED))),
     "XML without tags around": ("qwen3_coder", f"Now:\n{xml('edit', WANTED)}"),
     "JSON in a function": ("qwen3_coder", f"<function=edit>{json.dumps(WANTED)}</function>"),
-    "GLM 4.5": ("glm", glm("edit", WANTED)),
-    "GLM 4.7": ("glm", glm("edit", WANTED, "")),
     "Llama": ("llama", json.dumps({"name": "edit", "parameters": WANTED})),
     "Llama: arguments": ("llama", json.dumps(ALL)),
     "Llama: type first": ("llama", json.dumps({"type": "function", "name": "edit", "parameters": WANTED})),
@@ -78,7 +67,7 @@ NOTHING = ["{}", "null", '""', '"{}"']
 EMPTY = [("hermes", tagged('{"name": "now"}')), ("llama", '{"name": "now"}'), ("llama", '{"name": "now", "id": "1"}')]
 EMPTY += [("hermes", tagged(f'{{"name": "now", "arguments": {value}}}')) for value in NOTHING]
 EMPTY += [("llama", f'{{"name": "now", "parameters": {value}}}') for value in NOTHING]
-EMPTY += [("qwen3_coder", tagged(xml("now", {}))), ("glm", glm("now", {})), ("glm", glm("now", {}, ""))]
+EMPTY += [("qwen3_coder", tagged(xml("now", {})))]
 
 
 @pytest.mark.parametrize(("parser", "text"), EMPTY)
@@ -89,7 +78,7 @@ def test_a_tool_without_arguments_is_called_without_any(parser, text):
 NOW = json.dumps({"name": "now", "parameters": {}})
 SEVERAL = [("llama", between.join([NOW, NOW])) for between in (";", "; ", "\n", " and ", "")]
 SEVERAL += [("hermes", between.join([tagged(NOW)] * 2)) for between in ("", "\n", " then ")]
-SEVERAL += [("qwen3_coder", tagged(xml("now", {}) + xml("now", {}))), ("glm", glm("now", {}) * 2)]
+SEVERAL += [("qwen3_coder", tagged(xml("now", {}) + xml("now", {})))]
 SEVERAL += [("hermes", tagged(NOW) + tagged(xml("now", {})))]
 
 
@@ -134,7 +123,6 @@ WRONG = [
     ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=path>\na\n</parameter>", "without </function>"),
     ("qwen3_coder", tagged("<function=edit>\n<parameter=path>\na\n</function>"), "is not <parameter=NAME>"),
     ("qwen3_coder", tagged(xml("edit", {"path": "a"}).replace("</f", "<parameter=path>b</parameter></f")), "twice"),
-    ("glm", "<tool_call>edit\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n", "not a tool call"),
     ("llama", NOW[:-1], "not a tool call"),
     ("llama", '{"name": "now", "parameters": [1]}', "must be an object"),
     ("llama", "<|python_tag|>now()", "must follow"),
@@ -155,8 +143,7 @@ def test_a_call_after_a_malformed_one_is_made():
 def test_an_argument_without_quotes_is_what_its_schema_says():
     values = {"path": "12", "line": "12", "deep": "True", "other": "12", "scale": "x"}
     wanted = {"path": "12", "line": 12, "deep": True, "other": 12, "scale": "x"}
-    for text in (tagged(xml("edit", values)), glm("edit", values)):
-        assert called("hermes", text) == [["edit", wanted]]
+    assert called("hermes", tagged(xml("edit", values))) == [["edit", wanted]]
 
 
 @pytest.mark.parametrize("parser", sorted(PARSERS))
@@ -167,8 +154,6 @@ def test_no_text_takes_long(parser):
         "{",
         '{"a":',
         "<function=a>",
-        "<arg_key>",
-        "<arg_key></arg_key><arg_value></arg_value>",
         "\n",
     ]
     for piece in pieces:
