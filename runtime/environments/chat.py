@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.data import rendering
-from runtime.system.flag_values import unique
-from runtime.system.process import refuse
+from runtime.system.process import refuse, unique
 
 STAND_IN = "STANDIN7Q"  # for a turn of the model
 SYSTEM = {"role": "system", "content": "Be brief."}

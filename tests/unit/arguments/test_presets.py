@@ -229,9 +229,6 @@ def test_the_warm_up_differs_by_what_the_table_says():
         assert all(rates[name, total] in listed.size for total in totals), (name, rates)
 
 
-def test_without_a_preset_the_start_says_nothing_of_it():
-
-
 @pytest.mark.integration
 def test_a_run_with_a_preset_is_recorded_resumed_and_finished(tiny, tmp_path, monkeypatch):
     """config.json has the name; the same words resume and find the run finished; without --preset it is another run."""
