@@ -1,1 +1,1 @@
-"""Everything that a run needs and that is not the algorithm, in eight packages on five levels."""
+"""Everything that a run needs and that is not the algorithm, in seven packages on five levels."""

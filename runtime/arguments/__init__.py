@@ -1,4 +1,4 @@
 """The command line: flags, presets, checks of their values, and other frameworks' names for them.
 
-Level 2: imports ``runtime.system`` only and loads no model.
+Level 3: imports ``runtime.system`` only and loads no model.
 """

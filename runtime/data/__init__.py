@@ -1,4 +1,4 @@
 """Problems and samples: where problems come from, how they become prompts, and the order of the prompts.
 
-Level 2: imports ``runtime.system`` only and loads no model.
+Level 3: imports ``runtime.system`` only and loads no model.
 """

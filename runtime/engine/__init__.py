@@ -1,4 +1,4 @@
 """The sampling engine: in a thread or on ranks of its own, its settings, and the weight push.
 
-Level 4: imports levels 1 to 3 but not ``runtime.run``.
+Level 5: imports levels 1 to 4 but not ``runtime.run``.
 """
