@@ -221,7 +221,7 @@ def test_the_program_reads_a_run_that_is_still_being_written(tmp_path, capsys, m
     assert report.main() == 0
     text = capsys.readouterr().out
     assert f"{folder}: 60 steps\nverdict    none" in text
-    assert "doctor     no finding by 11 rules" in text
+    assert "doctor     no finding by 12 rules" in text
     fault = [m | {"completions/truncated_frac": 0.9} for m in metrics]
     (folder / "metrics.jsonl").write_text("\n".join(json.dumps(m) for m in fault) + "\n")
     assert report.main() == 1
