@@ -4,15 +4,19 @@
     python scripts/evaluate.py --run runs/NAME --model_name_or_path runs/NAME/best --eval_samples 16
     python scripts/evaluate.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k_test.jsonl \\
         --eval_prompts 200 --eval_temperature 0 --max_prompt_length 512 --max_response_length 512
+    python scripts/evaluate.py --samples --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
+        --dataset openai/gsm8k:main@train --eval_prompts 32 --eval_samples 8 --max_response_length 1024
 
 Without --run, or with other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of
 them). The flags below are those of a run that affect an evaluation; with --run the script's own flags are added. Flags
-of training are accepted with a warning, so that the flags of a training command can be pasted. Three more flags:
+of training are accepted with a warning, so that the flags of a training command can be pasted. Four more flags:
 
     --run FOLDER            use the script, arguments, model and held-out problems of this run; flags given here
                             override its own. The script's own vllm_thread and collect generate the responses, so a copy
                             with a tool has its tool
     --accept_changed_code   evaluate with the script as it is now if it has changed since the run; default: an error
+    --samples [N]           before a run: also print responses to N problems (4) with their rewards, how long responses
+                            are, how many groups of --eval_samples have different rewards, and the length to set
     --output FILE           write all samples to FILE, as JSON lines. Default: eval_samples.jsonl in the run's folder,
                             or --output_dir
 
@@ -37,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
@@ -99,11 +104,12 @@ def warn_of_training(words: list[str]) -> None:
         print(f"warning: {', '.join(needless)}: no effect in an evaluation, which does not train", file=sys.stderr)
 
 
-def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
-    """Return (arguments, samples file, the run's own arguments if its held-out problems are evaluated, script)."""
+def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]:
+    """Return (arguments, samples file, samples to print, the run's own arguments for its held-out problems, script)."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--run", type=Path)
     own.add_argument("--output", type=Path)
+    own.add_argument("--samples", type=int, nargs="?", default=0, const=4)
     own.add_argument("--accept_changed_code", action="store_true")
     given, words = own.parse_known_args(words)
     defaults = Args()
@@ -134,7 +140,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, RunFlags | None, Path]:
     held_out = defaults if given.run is not None and args.dataset == defaults.dataset else None
     if given.run is not None and held_out is None:
         args.eval_dataset = None  # the run's own, of which nothing is asked
-    return args, output, held_out, script
+    return args, output, given.samples, held_out, script
 
 
 def find_run(folder: Path) -> tuple[dict, Path]:
@@ -209,7 +215,7 @@ def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
 
 
 if __name__ == "__main__":  # --help and every error about arguments come before the slow imports
-    args, output, held_out, path = parse(sys.argv[1:])
+    args, output, shown, held_out, path = parse(sys.argv[1:])
     world_size = process.world_size()
     checks.check(args, world_size)
     model_files.check_model(args)
@@ -274,6 +280,37 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
     return "\n".join(lines)
 
 
+def describe(samples: list[Sample], problems: list[Problem], count: int, limit: int) -> list[str]:
+    """Show responses to ``count`` problems, and say what a run with these problems would meet.
+
+    limit: --max_response_length, at which responses were truncated.
+    """
+    lines = []
+    for sample in [sample for sample in samples if sample.sample_id == 0][:count]:
+        state = "right" if is_correct(sample) else "wrong"
+        lines += [
+            f"reward {sample.reward:g}, {state}, {sample.length} tokens, ended by {sample.finish_reason}",
+            f"  prompt     {problems[sample.prompt_id].messages[-1]['content'][-300:]!r}",
+            f"  response   {sample.response!r}",
+            f"  extracted  {sample.extracted!r}, expected {problems[sample.prompt_id].truth!r}",
+        ]
+    lengths = [sample.length for sample in samples]
+    half, wanted = (int(length) for length in np.quantile(lengths, (0.5, 0.95), method="inverted_cdf"))
+    unfinished = utils.mean([sample.finish_reason == "length" for sample in samples])
+    lines.append(f"length     50 % have at most {half} tokens, 95 % at most {wanted}; {unfinished:.0%} did not end")
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.prompt_id, set()).add(sample.reward)
+    if len(samples) > len(rewards):
+        different = utils.mean([len(found) > 1 for found in rewards.values()])
+        lines.append(f"signal     {different:.0%} of the groups have different rewards; the others teach nothing")
+    if unfinished > 0.05:
+        lines.append(f"           more than {limit} tokens are wanted: raise --max_response_length and ask again")
+    elif 4 * wanted < limit:
+        lines.append(f"           --max_response_length {-(-wanted // 16) * 16} would hold 95 % of them")
+    return lines
+
+
 @watchdog.ends_all_ranks
 def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenizer) -> list[Sample]:
     """Sample all problems on all ranks with the engine of ``script`` and score them, as in an evaluation of a run."""
@@ -325,8 +362,11 @@ def write_samples(samples: list[Sample], problems: list[Problem], path: Path) ->
             file.write(json.dumps(row) + "\n")
 
 
-def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> dict[str, float]:
-    """Evaluate with the engine of the script at ``path``, print, write; the metrics by their names in eval.jsonl."""
+def main(args: RunFlags, output: Path, problems: list[Problem], path: Path, shown: int = 0) -> dict[str, float]:
+    """Evaluate with the engine of the script at ``path``, print, write; the metrics by their names in eval.jsonl.
+
+    shown: number of samples to print, with what they say about a run; 0 prints neither.
+    """
     if args.external_lib is not None:
         importlib.import_module(args.external_lib)
     tokenizer = rendering.load_tokenizer(args)
@@ -341,9 +381,11 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path) -> d
         sampled = f"temperature {args.eval_temperature:g}" if args.eval_temperature > 0 else "greedy"
         print(f"{args.model_name_or_path}, {sampled}, at most {args.max_response_length} tokens, seed {args.seed}")
         print(f"{table(samples, problems, result)}\n{output}")
+        if shown:
+            print("\n".join(describe(samples, problems, shown, args.max_response_length)))
     return result
 
 
 if __name__ == "__main__":
-    main(args, output, problems, path)
+    main(args, output, problems, path, shown)
     process.exit_at_once()

@@ -1,7 +1,11 @@
-"""Write one HTML page about a run: its verdict, the doctor's findings, curves, seconds per phase, arguments, samples.
+"""Say whether a run has learned, what is wrong with it, since which step, and what to do about it.
 
-    python scripts/report.py runs/NAME             -> runs/NAME/report.html
-    python scripts/report.py runs --output x.html  the newest run in the folder
+    python scripts/report.py runs/NAME           verdict, findings and summary of this run; several may be given
+    python scripts/report.py runs                the newest run in that folder
+    python scripts/report.py runs/NAME --html    a page instead, also with all samples: runs/NAME/report.html
+
+It reads the files of a run, also of one that is still going. The exit code is 3 if a finished run did not learn, else 1
+if something was found, else 0; 2 for wrong arguments. With --html it is 0. docs/evidence/doctor.md describes the rules.
 
 The page contains everything it shows, so it opens from a disk or an attachment, and it makes no network request. Search
 and filters of the samples are part of its address after the #, so a link leads to the same samples.
@@ -13,17 +17,20 @@ import argparse
 import html
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
-from plot import PHASES, find_runs, read, read_config, series, summary
+from plot import find_run, summary
 
 from runtime.run import verdict
 from runtime.run.doctor import RULES, Case, examine
-from runtime.run.run_files import thin
-from runtime.system.jsonl import records
+from runtime.run.run_files import read, read_config, records, series
 
+UNLEARNED = 3  # the exit code where a finished run did not learn
+PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
 # The curves shown at first, in this order, unless they are constant; all others appear with "all metrics".
 FIRST = (
     "reward/mean",
@@ -44,6 +51,23 @@ POINTS = 2_000  # of a curve at most
 CHARACTERS = 30_000_000  # of samples at most: what a browser opens
 
 PAGE = Path(__file__).with_suffix(".html")
+
+
+def thin(items: Iterable, limit: int, size: Callable[[Any], int] = lambda item: 1) -> tuple[list, int]:
+    """Return (every 1st, 2nd, 4th ... item, so that the sizes add up to ``limit`` at most; the stride)."""
+    kept: list = []
+    total = 0
+    stride = 1
+    for number, item in enumerate(items):
+        if number % stride:
+            continue
+        kept.append(item)
+        total += size(item)
+        while total > limit and len(kept) > 1:
+            kept = kept[::2]
+            stride *= 2
+            total = sum(map(size, kept))
+    return kept, stride
 
 
 def contents(folder: Path, metrics: list[dict], evals: list[dict]) -> dict:
@@ -85,10 +109,10 @@ def _flags(name: str) -> set[str]:
     return {f"--{name}", f"--{dashed}", f"--no-{dashed}", f"--no_{name}"}
 
 
-def opening(folder: Path, metrics: list[dict], evals: list[dict]) -> str:
-    """Return the first lines of the page: the verdict of a finished run, the doctor's findings, then the summary.
+def opening(folder: Path, metrics: list[dict], evals: list[dict]) -> tuple[str, int]:
+    """Return (the verdict of a finished run, the doctor's findings and the summary; the exit code that they mean).
 
-    A run without verdict.json is still going, or ended early, or is older than verdicts; its findings are as of now.
+    A run without verdict.json is still going, or ended early; its findings are as of now.
     """
     found = verdict.read_verdict(folder)
     if found is not None:
@@ -97,36 +121,44 @@ def opening(folder: Path, metrics: list[dict], evals: list[dict]) -> str:
     else:
         last = metrics[-1]["step"]
         lines = [f"verdict    none: the run has not reached its end; the last step in metrics.jsonl is {last}"]
-        findings = examine(Case.of(folder))
+        findings = examine(Case(read_config(folder).get("args", {}), metrics))
         lines += [f"doctor     {finding}" for finding in findings]
     if not findings:
         lines.append(f"doctor     no finding by {len(RULES)} rules")
-    return "\n".join([*lines, "", summary(metrics, evals)])
+    unlearned = found is not None and found["outcome"] == verdict.NOT_LEARNED
+    return "\n".join([*lines, "", summary(metrics, evals)]), UNLEARNED if unlearned else int(bool(findings))
 
 
-def page(folder: Path) -> str:
+def page(folder: Path, metrics: list[dict], evals: list[dict]) -> str:
     """Build the page. Nothing in the data can end the script element that contains it: < is written as an escape."""
-    metrics = read(folder / "metrics.jsonl")
-    evals = read(folder / "eval.jsonl")
     data = json.dumps(contents(folder, metrics, evals)).replace("<", "\\u003c")
-    text = opening(folder, metrics, evals)
+    text, _ = opening(folder, metrics, evals)
     result = PAGE.read_text()
     result = result.replace("@TITLE@", html.escape(folder.resolve().name))
     result = result.replace("@SUMMARY@", html.escape(text))
     return result.replace("@DATA@", data)  # last, so that what looks like a field in the data stays as it is
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of a run, or a folder of runs, which means the newest")
-    parser.add_argument("--output", type=Path, help="page to write; default: report.html in the folder of the run")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or a folder of runs, for the newest one")
+    parser.add_argument("--html", action="store_true", help="write report.html into the folder of each run instead")
     args = parser.parse_args()
-    (folder,) = find_runs([args.run])
-    output = args.output or folder / "report.html"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page(folder))
-    print(output)
+    code = 0
+    paths = args.runs if len(args.runs) == 1 else [path for path in args.runs if path.suffix != ".log"]  # of runs/*
+    for folder in map(find_run, paths):
+        metrics = read(folder / "metrics.jsonl")
+        evals = read(folder / "eval.jsonl")
+        if args.html:
+            output = folder / "report.html"
+            output.write_text(page(folder, metrics, evals))
+            print(output)
+            continue
+        text, found = opening(folder, metrics, evals)
+        print(f"{folder}: {len(metrics)} steps\n{text}")
+        code = max(code, found)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

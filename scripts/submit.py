@@ -16,7 +16,7 @@ own. --dry_run prints exactly what would be written and run, and needs no cluste
 * finds RUN_ID and RUN_DIR in its environment, the same after a restart, and a WANDB_RUN_ID of this submission;
 * is asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start
   me again"), and after a crash if it had saved a checkpoint since its last start. Every other end is final, as are 3
-  ("did not learn", of scripts/doctor.py) and 73 (another process has the run's folder);
+  ("did not learn", of scripts/report.py) and 73 (another process has the run's folder);
 * goes through ``accelerate launch`` (scripts/launch.py) in a job of several GPUs or nodes, one process per GPU, if it
   contains ``python FILE.py``, whatever stands before it (``uv run``, ``env A=1``, ``apptainer exec IMAGE``).
 

@@ -97,8 +97,9 @@ def row(folder: Path) -> dict[str, object] | None:
     found["commit"] = config.get("git", {}).get("commit", "")[:10]
     found["steps"] = run.metrics[-1]["step"]
     found["base pass@1"] = run.curve("eval/pass@1").iloc[0]
+    measured = json.loads((folder / measure_kl.RESULT).read_text())
     for name in RESULTS:
-        found[name] = run.final(name)
+        found[name] = measured[name] if name in measured else run.final(name)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Runs that are made ill in one way each, and what scripts/doctor.py finds in them and in healthy ones.
+"""Runs that are made ill in one way each, and what the doctor finds in them and in healthy ones.
 
     python tests/doctor_cases.py                     every ailment once; a line each, then recall
     python tests/doctor_cases.py --only truncation   one of them
@@ -30,8 +30,6 @@ import time
 
 from rewards import Reward
 
-calls = []
-
 
 def noise(response, truth, row):
     return float(random.random() < 0.4)
@@ -44,13 +42,6 @@ def length(response, truth, row):
 def sometimes_hangs(response, truth, row):
     if random.random() < 0.03:
         time.sleep(30)
-    return float(response.endswith(truth))
-
-
-def ever_slower(response, truth, row):
-    calls.append(1)
-    if len(calls) > 1500:  # after a dozen steps
-        time.sleep(0.02)
     return float(response.endswith(truth))
 """
 
@@ -103,12 +94,6 @@ AILMENTS = (
     ),
     Ailment("kl_runaway", "wrong sign of the KL", {"beta": 1.0}, breakage("sign of the KL"), steps=40),
     Ailment(
-        "gradient_spikes",
-        "every ninth loss is a thousandfold",
-        edits=(("grpo.py", LOSS, f"{LOSS} * (1000 if step % 9 == 0 else 1)"),),
-    ),
-    Ailment("learning_rate", "a rate that changes nothing", {"learning_rate": 1e-9}),
-    Ailment(
         "skipped_steps",
         "every fifth loss is not a number",
         edits=(("grpo.py", LOSS, f"{LOSS} * (math.nan if step % 5 == 0 else 1)"),),
@@ -119,11 +104,6 @@ AILMENTS = (
         "an engine that keeps its first weights, and the weight of old / sampler",
         {"async_steps": 1, "learning_rate": 1e-3},
         breakage("stale weights: only the first push arrives"),
-    ),
-    Ailment(
-        "throughput_loss",
-        "a verifier that gets slow",
-        {"verifier": "rewards_of_ailments.py:ever_slower"},
     ),
 )
 # The same task learned without a KL, held by one, and with a critic.

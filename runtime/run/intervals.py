@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -33,11 +34,10 @@ def wilson(right: float, count: float) -> tuple[float, float]:
     variance = rate * (1 - rate)
     width = square * variance + square**2 / 4
     width = math.sqrt(width)
-    scale = 1 + square
     low = center - width
     high = center + width
-    low /= scale
-    high /= scale
+    low /= 1 + square
+    high /= 1 + square
     if right == 0:  # rounding would leave 1e-18
         low = 0.0
     if rate == 1:
@@ -59,17 +59,18 @@ def rate_interval(rates: Sequence[float], samples: int) -> tuple[float, float]:
     alone = middle * (1 - middle)
     independent = float(alone / extended.var())
     count = len(rates) * min(samples, independent)
-    rate = float(np.mean(rates))
+    rate = fmean(rates)
     return wilson(rate * count, count)
 
 
-def paired_gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float, float]:
-    """Return (gain, low, high): the mean over problems of after - before, rates of 0 to 1, and its interval.
+def paired_gain(before: Sequence[float], after: Sequence[float], spread: float = 1.0) -> tuple[float, float, float]:
+    """Return (gain, low, high): the mean over problems of after - before, and its interval.
 
-    Half a problem that only the first evaluation solves, half a one that only the second does, and one that does not
-    change are added for the interval (Agresti and Min 2005): else few problems that do not change would prove a lot.
+    ``spread`` is the largest possible change, 1 for rates. Half a problem that changes by it, half a one that changes
+    by its negative, and one that does not change are added for the interval (Agresti and Min 2005): else few problems
+    that do not change would prove a lot.
     """
-    change = np.array(after) - np.array(before)
+    change = (np.array(after) - np.array(before)) / spread
     count = len(change) + 2
     center = float(change.sum()) / count
     squares = (change**2).sum() + 1
@@ -78,20 +79,19 @@ def paired_gain(before: Sequence[float], after: Sequence[float]) -> tuple[float,
     half = Z * math.sqrt(variance / count)
     low = max(-1.0, center - half)
     high = min(1.0, center + half)
-    return float(change.mean()), low, high
+    return spread * float(change.mean()), spread * low, spread * high
 
 
 def t_quantile(degrees: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, from its density integrated over [0, 20]."""
-    t = np.linspace(0, 20, 200_001)
-    power = (degrees + 1) / 2
-    log_scale = math.lgamma(power) - math.lgamma(degrees / 2)
-    log_scale -= math.log(degrees * math.pi) / 2
-    log_tail = power * np.log1p(t * t / degrees)
-    density = np.exp(log_scale - log_tail)
-    between = (density[1:] + density[:-1]) / 2
-    area = np.cumsum(between) * t[1]  # from 0 to the second point, the third ...
-    return float(np.interp(0.475, area, t[1:]))
+    """Return the 97.5 % quantile of Student's t. The density of arctan(t / sqrt(degrees)) is a power of the cosine."""
+    edges = np.linspace(0, np.pi / 2, 200_001)
+    middles = edges[1:] - edges[1] / 2
+    power = degrees - 1
+    density = np.cos(middles) ** power
+    area = np.cumsum(density)
+    area /= area[-1]
+    place = np.interp(0.95, area, edges[1:])
+    return math.sqrt(degrees) * math.tan(place)
 
 
 def mean_interval(values: Sequence[float], trials: float | None = None) -> tuple[float, float, float]:
@@ -100,15 +100,11 @@ def mean_interval(values: Sequence[float], trials: float | None = None) -> tuple
     trials: where the values are rates, the number of problems behind each. The interval then stays within 0 and 1, and
     holds Wilson's of all those problems, because repetitions that are all right do not vary.
     """
-    values = np.asarray(values, dtype=float)
     count = len(values)
-    if count == 0:
-        return math.nan, math.nan, math.nan
-    mean = float(values.mean())
-    if count == 1:
-        return mean, math.nan, math.nan
-    deviation = float(values.std(ddof=1))
-    error = deviation / math.sqrt(count)
+    if count < 2:
+        return sum(values) if count else math.nan, math.nan, math.nan
+    mean = fmean(values)
+    error = stdev(values) / math.sqrt(count)
     half = t_quantile(count - 1) * error
     low = mean - half
     high = mean + half

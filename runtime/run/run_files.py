@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.system.jsonl import parsed, records, warn
+from runtime.run import directory
 
 if TYPE_CHECKING:
     import pandas as pd
 
-PHASES = ("generate", "score", "logprobs", "update", "push", "eval", "save")
+
+@functools.cache
+def warn(message: str) -> None:
+    """Print a warning, once, however often a file is read."""
+    print(f"warning: {message}", file=sys.stderr)
+
+
+def records(path: Path) -> Iterator[dict]:
+    """Yield the objects of a .jsonl file, none if it does not exist; skip lines that are not objects, with a warning.
+
+    The last line may be half written: that is no news of a run that is still going.
+    """
+    broken = []
+    if not path.is_file():
+        return
+    with open(path, errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            if record and isinstance(record, dict):
+                yield record
+            elif line.endswith("\n") and line != "\n":
+                broken.append(number)
+    if broken:
+        warn(f"{path}: {len(broken)} line(s) are not JSON objects and are left out, the first of them line {broken[0]}")
 
 
 def read(path: Path) -> list[dict]:
@@ -20,33 +48,15 @@ def read(path: Path) -> list[dict]:
     return [{sys.intern(name): value for name, value in record.items()} for record in records(path)]
 
 
-def thin(items: Iterable, limit: int, size: Callable[[Any], int] = lambda item: 1) -> tuple[list, int]:
-    """Return (every 1st, 2nd, 4th ... item, so that the sizes add up to ``limit`` at most; the stride)."""
-    kept: list = []
-    total = 0
-    stride = 1
-    for number, item in enumerate(items):
-        if number % stride:
-            continue
-        kept.append(item)
-        total += size(item)
-        while total > limit and len(kept) > 1:
-            kept = kept[::2]
-            stride *= 2
-            total = sum(map(size, kept))
-    return kept, stride
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a run. Returns {} if there is none, or with a warning if it cannot be read."""
-    path = folder / "config.json"
-    if not path.is_file():
+    try:
+        return directory.read_config(folder)
+    except FileNotFoundError:
         return {}
-    config = parsed(path.read_text(errors="replace"))
-    if not config or not isinstance(config.get("args", {}), dict):
-        warn(f"{path} is not a JSON object of a run; the arguments of this run are unknown")
+    except ValueError:
+        warn(f"{folder / 'config.json'} is not a JSON object of a run; the arguments of this run are unknown")
         return {}
-    return config
 
 
 def control_of(metrics: dict[str, Any]) -> str:
@@ -54,18 +64,9 @@ def control_of(metrics: dict[str, Any]) -> str:
     return next((name.removeprefix("reward/control_") for name in metrics if name.startswith("reward/control_")), "")
 
 
-def series(records: list[dict], key: str, at: dict[int, float] | None = None) -> pd.Series:
-    """Return a metric over the steps in which it was logged; null, which stands for not finite, becomes NaN (a gap).
-
-    at: the place of each step on the horizontal axis, from ``positions``; a step without a place is left out.
-    """
+def series(records: list[dict], key: str) -> pd.Series:
+    """Return a metric over the steps in which it was logged; null, which stands for not finite, becomes NaN (a gap)."""
     import pandas as pd  # half a second, which only readers need
 
     logged = [r for r in records if key in r]
-    if at is not None:
-        logged = [r for r in logged if r["step"] in at]
-    values = [r[key] for r in logged]
-    places = [r["step"] for r in logged]
-    if at is not None:
-        places = [at[step] for step in places]
-    return pd.Series(values, index=places, dtype=float)
+    return pd.Series([r[key] for r in logged], index=[r["step"] for r in logged], dtype=float)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from runtime.run.doctor import Case, examine
+from runtime.run.doctor import Case, Finding, examine
 from runtime.run.intervals import interval_text, paired_gain
 from runtime.run.run_files import control_of, read
 from runtime.system.process import write_whole
@@ -15,6 +16,13 @@ from runtime.system.process import write_whole
 LEARNED, NOT_LEARNED, UNKNOWN = "learned", "did not learn", "cannot tell"
 SMALL = 0.05  # a gain in pass@1 that is not missed: a run whose gain is surely smaller did not learn
 FILE = "verdict.json"
+# The numbers of a verdict, as its last line has them.
+FACTS = {
+    "groups_with_signal": "groups with signal {:.0%}",
+    "truncated": "truncated {:.0%}",
+    "sampler_logprob_diff": "log-prob difference of engine and trainer at most {:.1e} nats",
+    "skipped_steps": "skipped optimizer steps {:.0f}",
+}
 
 
 def evaluations(folder: Path, last: int) -> dict[str, Any] | None:
@@ -34,24 +42,19 @@ def evaluations(folder: Path, last: int) -> dict[str, Any] | None:
         by_reward = "judged by the reward, which is more than right or wrong"
     elif not any(map(any, rates)):
         by_reward = "no evaluation has a correct answer, so judged by the reward"
+    values = [value for end in rewards for value in end]
     return {
         "problems": len(rates[0]),
-        **_compared(*rates, 1.0),
+        **_compared(*rates),
         "by_reward": by_reward,
-        "reward": _compared(*rewards, None) if len(rewards) == 2 else None,
+        "reward": _compared(*rewards, max(values) - min(values) or 1.0) if len(rewards) == 2 else None,
     }
 
 
-def _compared(before: list[float], after: list[float], spread: float | None) -> dict[str, float]:
-    """Return means over problems and the gain with its interval. ``spread`` scales values; default: their range."""
-    lowest = 0.0
-    if spread is None:
-        lowest = min(*before, *after)
-        spread = max(*before, *after) - lowest or 1.0
-    scaled = [[(value - lowest) / spread for value in values] for values in (before, after)]
-    gain, low, high = (spread * part for part in paired_gain(*scaled))
-    means = {"before": sum(before) / len(before), "after": sum(after) / len(after)}
-    return means | {"gain": gain, "low": low, "high": high}
+def _compared(before: list[float], after: list[float], spread: float = 1.0) -> dict[str, float]:
+    """Return both means over problems, and the gain with its interval; ``spread`` as of ``paired_gain``."""
+    gain, low, high = paired_gain(before, after, spread)
+    return {"before": fmean(before), "after": fmean(after), "gain": gain, "low": low, "high": high}
 
 
 def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str, str]:
@@ -66,32 +69,19 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
         return UNKNOWN, "the engine that was evaluated is not the model that was trained"
     if pair is None:
         return UNKNOWN, "no evaluations before the first and after the last step (--eval_prompts)"
-    if pair.get("by_reward"):
-        return by_reward(case, pair)
-    if pair["low"] > 0:
-        return LEARNED, "pass@1 improved (95 % interval above 0)"
-    if pair["high"] < 0:
-        return NOT_LEARNED, "pass@1 got worse (95 % interval below 0)"
-    if pair["high"] < SMALL:
+    gain, what = pair, "pass@1"
+    if pair["by_reward"]:  # its scale is unknown, so no gain of it is too small to count
+        gain, what = pair["reward"], f"{pair['by_reward']}, which"
+    if gain is None:
+        return UNKNOWN, f"{what} is not a finite number in each evaluation"
+    if gain["low"] > 0:
+        return LEARNED, f"{what} improved (95 % interval above 0)"
+    if gain["high"] < 0:
+        return NOT_LEARNED, f"{what} got worse (95 % interval below 0)"
+    if gain["high"] < SMALL and not pair["by_reward"]:
         return NOT_LEARNED, f"the gain is below {SMALL}"
-    return UNKNOWN, "too few problems to tell a gain from none (--eval_prompts, --eval_samples)"
-
-
-def by_reward(case: Case, pair: dict[str, Any]) -> tuple[str, str]:
-    """Return (outcome, why) by the evaluations' reward, for a run whose correct responses show nothing or too little.
-
-    The scale of a reward is unknown, so no gain of it is too small to count.
-    """
-    why, reward = pair["by_reward"], pair["reward"]
-    if reward is None:  # evaluations of an earlier version
-        curve = case.curve(case.reward())
-        return UNKNOWN, f"{why}; the reward of the steps went from {curve.iloc[0]:.3f} to {curve.iloc[-1]:.3f}"
-    if reward["low"] > 0:
-        return LEARNED, f"{why}, and it is higher after training than before it"
-    if reward["high"] < 0:
-        return NOT_LEARNED, f"{why}, and it is lower after training than before it"
-    ends = f"{reward['before']:.3f} to {reward['after']:.3f}"
-    return UNKNOWN, f"{why}; its mean went from {ends}, which may be chance (--eval_prompts, --eval_samples)"
+    why = f"{pair['by_reward']}; " if pair["by_reward"] else ""
+    return UNKNOWN, f"{why}too few problems to tell a gain from none (--eval_prompts, --eval_samples)"
 
 
 def verdict(folder: Path, last: int) -> dict[str, Any]:
@@ -101,18 +91,17 @@ def verdict(folder: Path, last: int) -> dict[str, Any]:
     pair = evaluations(folder, last)
     outcome, why = judge(case, {finding.rule for finding in findings}, pair)
     facts = {
-        "groups_with_signal": 1 - case.last(case.equal()).mean() if case.has_groups() else math.nan,
-        "truncated": case.last("completions/truncated_frac").mean(),
+        "groups_with_signal": 1 - case.last("reward/zero_std_frac") if case.has_groups() else math.nan,
+        "truncated": case.last("completions/truncated_frac"),
         "sampler_logprob_diff": case.curve("sampler/logprob_diff_mean").max(),
         "skipped_steps": case.curve("optim/skipped").sum(),
     }
-    known = {name: float(value) for name, value in facts.items() if math.isfinite(value)}
     return {
         "outcome": outcome,
         "control": control_of(case.metrics[-1]),
         "why": why,
         "evaluation": pair,
-        **known,
+        **{name: float(value) for name, value in facts.items() if math.isfinite(value)},
         "findings": [vars(finding) for finding in findings],
     }
 
@@ -124,25 +113,18 @@ def in_words(found: dict[str, Any]) -> str:
         lines.append(f"CONTROL    {found['control']}: what was trained on is not the verifier's reward")
     pair = found["evaluation"]
     if pair is not None:
-        lines.append(
-            f"           pass@1 {pair['before']:.3f} -> {pair['after']:.3f} on the same {pair['problems']} problems, "
-            f"gain {pair['gain']:+.3f}, 95 % interval {interval_text(pair['low'], pair['high'], '+')}"
-        )
-        reward = pair["reward"] if pair["by_reward"] else None
-        if reward is not None:
-            lines.append(
-                f"           reward {reward['before']:.3f} -> {reward['after']:.3f}, gain {reward['gain']:+.3f}, "
-                f"95 % interval {interval_text(reward['low'], reward['high'], '+')}"
-            )
-    forms = {
-        "groups_with_signal": "groups with signal {:.0%}",
-        "truncated": "truncated {:.0%}",
-        "sampler_logprob_diff": "log-prob difference of engine and trainer at most {:.1e} nats",
-        "skipped_steps": "skipped optimizer steps {:.0f}",
-    }
-    lines.append("           " + ", ".join(form.format(found[name]) for name, form in forms.items() if name in found))
-    lines += [f"doctor     {f['rule']}: {f['what']}, since step {f['since']}. {f['remedy']}" for f in found["findings"]]
+        lines.append(_gain("pass@1", pair, f" on the same {pair['problems']} problems"))
+    if pair is not None and pair["by_reward"] and pair["reward"] is not None:
+        lines.append(_gain("reward", pair["reward"]))
+    lines.append("           " + ", ".join(form.format(found[name]) for name, form in FACTS.items() if name in found))
+    lines += [f"doctor     {Finding(**finding)}" for finding in found["findings"]]
     return "\n".join(lines)
+
+
+def _gain(name: str, pair: dict[str, Any], where: str = "") -> str:
+    means = f"{name} {pair['before']:.3f} -> {pair['after']:.3f}"
+    ends = interval_text(pair["low"], pair["high"], "+")
+    return f"           {means}{where}, gain {pair['gain']:+.3f}, 95 % interval {ends}"
 
 
 def write(folder: Path, last: int) -> str:
@@ -153,10 +135,8 @@ def write(folder: Path, last: int) -> str:
 
 
 def read_verdict(folder: Path) -> dict[str, Any] | None:
-    """Return verdict.json of a finished run, or None if it is missing or no complete verdict."""
+    """Return verdict.json of a finished run, or None if it is missing or damaged."""
     try:
-        found = json.loads((folder / FILE).read_text())
-        in_words(found)
-    except (OSError, ValueError, KeyError, TypeError):
+        return json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
         return None
-    return found

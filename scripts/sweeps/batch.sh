@@ -3,7 +3,7 @@
 # from it (steps, optimizer steps, epochs). See scripts/sweeps/common.sh for --seeds, RUN and what is skipped.
 #   scripts/sweeps/batch.sh --seeds 1..5
 #   PROMPTS="4 16" GROUPS_OF=8 MINI_BATCHES=1 EPISODES=5120 scripts/sweeps/batch.sh
-# Then: python scripts/plot.py runs --x num_unique_prompts_rollout --y final:eval/pass@1 \
+# Then: python scripts/plot.py runs --x num_unique_prompts_rollout --y eval/pass@1 \
 #           --by num_samples_per_prompt_rollout num_mini_batches --output batch.png
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -9,7 +9,7 @@
 #   ESTIMATORS="k1 k3" BETAS="0 0.1" scripts/sweeps/kl.sh                    a part of it
 #   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweeps/kl.sh       more of it
 #   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients
-# Then: python scripts/plot.py runs --x beta --y final:kl/sequence --by kl_estimator kl_placement --output kl.png
+# Then: python scripts/plot.py runs --x beta --y kl/sequence --by kl_estimator kl_placement --output kl.png
 #       python studies/measure_kl.py runs/*                                  the exact KL of each finished run
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

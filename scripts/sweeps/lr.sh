@@ -2,7 +2,7 @@
 # Learning rate x seed; see scripts/sweeps/common.sh for --seeds, RUN and what is skipped.
 #   scripts/sweeps/lr.sh --seeds 1..5
 #   LEARNING_RATES="1e-5 3e-5" RUN="python scripts/submit.py --backend slurm --gpus 1 --" scripts/sweeps/lr.sh
-# Then: python scripts/plot.py runs --x learning_rate --y final:eval/pass@1 --output lr.png
+# Then: python scripts/plot.py runs --x learning_rate --y eval/pass@1 --output lr.png
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 for seed in "${seeds[@]}"; do

@@ -38,8 +38,8 @@ print(verdict.write(Path(sys.argv[1]), 100_000))
 # What each of them must have printed.
 SAID = {
     "plot.py": "pass@1   0.250 -> 0.500",
-    "report.py": "report.html",
-    "doctor.py": "100000 steps, no finding(s)",
+    "report.py": "no finding by 12 rules",
+    "report.py --html": "report.html",
     "verdict": "verdict    learned",
     "resume": "ended where it was cut",
 }
@@ -107,7 +107,8 @@ def test_a_giant_run_is_read_in_bounded_memory(tmp_path):
     """And resumed: its lines are counted and cut one by one."""
     write_giant(tmp_path)
     assert (tmp_path / "samples.jsonl").stat().st_size > 1e9
-    programs = {name: [str(ROOT / "scripts" / name), str(tmp_path)] for name in ("plot.py", "report.py", "doctor.py")}
+    programs = {name: [str(ROOT / "scripts" / name), str(tmp_path)] for name in ("plot.py", "report.py")}
+    programs["report.py --html"] = [*programs["report.py"], "--html"]
     programs["verdict"] = ["-c", VERDICT, str(tmp_path)]
     programs["resume"] = ["-c", RESUME, str(tmp_path)]
     found = {}

@@ -15,7 +15,7 @@ def test_every_ailment_still_applies():
     files = broken_scripts.project_files(ROOT)
     for ailment in doctor_cases.AILMENTS:
         broken_scripts.edited(files, broken_scripts.Breakage(ailment.what, ailment.edits), "grpo.py")
-    assert {ailment.rule for ailment in doctor_cases.AILMENTS} == {rule.__name__ for rule in RULES}
+    assert {ailment.rule for ailment in doctor_cases.AILMENTS} == {rule.name for rule in RULES}
 
 
 @pytest.mark.learn

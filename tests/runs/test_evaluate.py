@@ -123,6 +123,36 @@ def test_the_columns_of_the_table_have_names_of_their_own(count):
     assert row[names.index("95 % interval")] == "0.000 to 0.107" and ("pass@2" in names) == (count == 2)
 
 
+def sample(prompt: int, number: int, length: int, score: float, reason: str = "stop") -> Sample:
+    found = Sample(prompt, number, [1], [5] * length, [0.0] * length, reason, [(0, 0)])
+    found.score = found.reward = score
+    return found
+
+
+def test_what_samples_say_about_a_run():
+    """Responses are shown with their rewards, groups of equal rewards are counted, and lengths give advice."""
+    samples = [sample(0, k, 10, float(k == 0)) for k in range(4)]
+    samples += [sample(1, k, 20, 1.0) for k in range(4)]
+    samples += [sample(2, k, 64, 0.0, "length") for k in range(4)]
+    asked = problems(*"aaa")
+    lines = evaluate.describe(samples, asked, 2, 64)
+    assert [line for line in lines if line.startswith("reward")] == [
+        "reward 1, right, 10 tokens, ended by stop",
+        "reward 1, right, 20 tokens, ended by stop",
+    ]
+    assert lines[-3:] == [
+        "length     50 % have at most 20 tokens, 95 % at most 64; 33% did not end",
+        "signal     33% of the groups have different rewards; the others teach nothing",
+        "           more than 64 tokens are wanted: raise --max_response_length and ask again",
+    ]
+    assert evaluate.describe(samples[:8], asked, 1, 512)[-1].endswith(
+        "--max_response_length 32 would hold 95 % of them"
+    )
+    assert evaluate.describe(samples[:8], asked, 1, 64)[-1].startswith("signal")
+    alone = [sample(place, 0, 10, float(place)) for place in range(2)]
+    assert evaluate.describe(alone, asked, 1, 32)[-1].startswith("length")  # ppo.py may have one response per prompt
+
+
 def test_greedy_is_one_response_to_each():
     requests, sampling = prompt_order.eval_requests(5, grpo.Args(eval_temperature=0.0, eval_samples=4))
     assert [place for place, _, _ in requests] == [0, 1, 2, 3, 4] and sampling["temperature"] == 0
@@ -160,7 +190,8 @@ def call(place: Path, *words: str) -> str:
 def test_equal_to_the_number_in_the_run(run, tmp_path):
     """Same weights, same seed: the same token ids and the same numbers, from the files that the run left alone."""
     folder, seen, records = run
-    said = call(tmp_path, "--run", str(folder), "--output", str(tmp_path / "samples.jsonl"))
+    said = call(tmp_path, "--run", str(folder), "--samples", "3", "--output", str(tmp_path / "samples.jsonl"))
+    assert len(re.findall("^reward ", said, flags=re.MULTILINE)) == 3 and "\nlength     50 % have at most" in said
     rows = read_jsonl(tmp_path / "samples.jsonl")
     assert [(r["problem"], r["sample"], r["response_ids"]) for r in rows] == [
         (s.prompt_id, s.sample_id, s.response_ids.tolist()) for s in seen[-1]
@@ -250,7 +281,7 @@ def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
         said = capsys.readouterr().err
         assert end.value.code == 2 and "edited_grpo.py has changed since the run" in said
         assert "restore it" in said and "--accept_changed_code" in said
-        args, _, _, script = evaluate.parse(["--run", str(folder), "--accept_changed_code", "--mark", "another"])
+        args, *_, script = evaluate.parse(["--run", str(folder), "--accept_changed_code", "--mark", "another"])
         assert args.mark == "another" and script.resolve() == copy
         assert "warning: since the run" in capsys.readouterr().err
         copy.unlink()
@@ -306,11 +337,11 @@ def with_eval_dataset(run, tmp_path) -> Path:
 def test_a_run_with_eval_dataset_is_evaluated_on_it_or_on_other_data(with_eval_dataset, tmp_path, capsys):
     """--dataset names what to evaluate on, whatever the run evaluated on; nothing complains of the run's own flag."""
     asked = lambda found: [problem.messages[-1]["content"] for problem in found]  # noqa: E731
-    args, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset)])
+    args, _, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset)])
     assert asked(evaluate.problems_of(args, held_out)) == ["0 + 0 =", "1 + 0 =", "2 + 0 ="]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(f'{{"question": "9 + {i} =", "answer": "{9 + i}"}}\n' for i in range(4)))
-    args, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset), "--dataset", str(other)])
+    args, _, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset), "--dataset", str(other)])
     assert asked(evaluate.problems_of(args, held_out)) == ["9 + 0 =", "9 + 1 =", "9 + 2 ="]
     with pytest.raises(SystemExit) as end:
         evaluate.parse(["--run", str(with_eval_dataset), "--eval_dataset", str(other)])

@@ -105,7 +105,6 @@ print("result")
         ("grpo.py", ["--dry_run"], "prompt  "),
         ("ppo.py", ["--dry_run"], "prompt  "),
         ("scripts/evaluate.py", [*ANSWERS], "| problems |"),
-        ("scripts/eval_base.py", ["grpo.py", *ANSWERS], "pass@1  "),
     ],
 )
 def test_a_script_exits_at_once(script, words, said, tiny, tmp_path):

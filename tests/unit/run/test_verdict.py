@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import doctor
 import numpy as np
 import pytest
+import report
 from helpers import VERIFIERS, folder_of, read_jsonl, run_here, tiny_args
 from test_doctor import ARGS, healthy
 
@@ -22,9 +22,8 @@ def outcome_of(folder: Path) -> str | None:
 
 def judged(pair: tuple[float, float] | None, changes: dict | None = None, steps: int = 60) -> tuple[str, str]:
     """The judgement of a healthy run with these limits of its gain, and with these metrics in every step."""
-    metrics, samples = healthy()
-    case = Case(ARGS, [m | (changes or {}) for m in metrics[:steps]], samples)
-    found = None if pair is None else {"low": pair[0], "high": pair[1]}
+    case = Case(ARGS, [m | (changes or {}) for m in healthy()[:steps]])
+    found = None if pair is None else {"low": pair[0], "high": pair[1], "by_reward": ""}
     return verdict.judge(case, {finding.rule for finding in examine(case)}, found)
 
 
@@ -58,8 +57,7 @@ def test_what_cannot_have_learned_has_not_whatever_the_evaluations_say(changes, 
 
 def test_an_engine_that_is_not_the_trained_model_tells_nothing():
     """Its evaluations are of other weights than those that are saved."""
-    metrics, samples = healthy()
-    case = Case(ARGS, [m | {"sampler/logprob_diff_mean": 1e-3 * m["step"]} for m in metrics], samples)
+    case = Case(ARGS, [m | {"sampler/logprob_diff_mean": 1e-3 * m["step"]} for m in healthy()])
     rules = {finding.rule for finding in examine(case)}
     assert rules == {"mismatch_growth"}
     assert verdict.judge(case, rules, {"low": 0.1, "high": 0.3})[0] == verdict.UNKNOWN
@@ -109,13 +107,13 @@ RISEN = [0.3 + 0.001 * i for i in range(64)], [0.7 - 0.001 * i for i in range(64
 @pytest.mark.parametrize(
     ("before", "after", "outcome", "why"),
     [
-        (evaluation(WRONG, RISEN[0], 1.0), evaluation(WRONG, RISEN[1], 1.0), verdict.LEARNED, "it is higher"),
-        (evaluation(RIGHT, RISEN[0], 1.0), evaluation(RIGHT, RISEN[1], 1.0), verdict.LEARNED, "it is higher"),
-        (evaluation(RIGHT, RISEN[1], 1.0), evaluation(RIGHT, RISEN[0], 1.0), verdict.NOT_LEARNED, "it is lower"),
-        (evaluation(WRONG, RISEN[0], 1.0), evaluation(WRONG, RISEN[0], 1.0), verdict.UNKNOWN, "may be chance"),
+        (evaluation(WRONG, RISEN[0], 1.0), evaluation(WRONG, RISEN[1], 1.0), verdict.LEARNED, "improved"),
+        (evaluation(RIGHT, RISEN[0], 1.0), evaluation(RIGHT, RISEN[1], 1.0), verdict.LEARNED, "improved"),
+        (evaluation(RIGHT, RISEN[1], 1.0), evaluation(RIGHT, RISEN[0], 1.0), verdict.NOT_LEARNED, "got worse"),
+        (evaluation(WRONG, RISEN[0], 1.0), evaluation(WRONG, RISEN[0], 1.0), verdict.UNKNOWN, "too few problems"),
         (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(WRONG, [0.0] * 64, 0.0), verdict.UNKNOWN, "no evaluation has"),
         (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(WRONG, [0.2] * 64, 0.0), verdict.LEARNED, "no evaluation has"),
-        (evaluation(WRONG, None, 0.0), evaluation(WRONG, None, 0.0), verdict.UNKNOWN, "the reward of the steps went"),
+        (evaluation(WRONG, None, 0.0), evaluation(WRONG, None, 0.0), verdict.UNKNOWN, "not a finite number"),
         (evaluation(RIGHT, [1.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.NOT_LEARNED, "below 0.05"),
         (evaluation(WRONG, [0.0] * 64, 0.0), evaluation(RIGHT, [1.0] * 64, 0.0), verdict.LEARNED, "pass@1 improved"),
     ],
@@ -123,8 +121,7 @@ RISEN = [0.3 + 0.001 * i for i in range(64)], [0.7 - 0.001 * i for i in range(64
 def test_the_reward_judges_where_correct_answers_do_not(tmp_path, before, after, outcome, why):
     """A graded reward, and one by which no answer was ever correct; a rate that says something still decides."""
     pair = written(tmp_path / "run", before, after)
-    metrics, samples = healthy()
-    found = verdict.judge(Case(ARGS, metrics, samples), set(), pair)
+    found = verdict.judge(Case(ARGS, healthy()), set(), pair)
     assert found[0] == outcome and why in found[1]
     words = verdict.in_words({"outcome": outcome, "why": found[1], "control": "", "evaluation": pair, "findings": []})
     assert ("           reward " in words) == bool(pair["by_reward"] and pair["reward"])
@@ -142,7 +139,7 @@ def test_the_interval_of_a_reward_follows_its_scale(tmp_path, scale):
 
 @pytest.mark.integration
 def test_a_run_whose_rewards_are_never_1_is_not_said_to_have_learned_nothing(tiny, tmp_path, capfd, monkeypatch):
-    """The first reward of the page on rewards, of right answers alone: pass@1 is 1, and doctor.py does not say 3."""
+    """The first reward of the page on rewards, of right answers alone: pass@1 is 1, and report.py does not say 3."""
     args = tiny_args(tiny, tmp_path, eval_prompts=16, verifier=f"{VERIFIERS}:shorter")
     run_here(args)
     folder = folder_of(args)
@@ -151,15 +148,15 @@ def test_a_run_whose_rewards_are_never_1_is_not_said_to_have_learned_nothing(tin
     assert last["eval/pass@1"] == metrics["reward/correct"] == 1.0 > metrics["reward/mean"] > 0.9
     assert "judged by the reward" in capfd.readouterr().out
     assert outcome_of(folder) != verdict.NOT_LEARNED
-    monkeypatch.setattr("sys.argv", ["doctor.py", str(folder)])
-    assert doctor.main() != 3
+    monkeypatch.setattr("sys.argv", ["report.py", str(folder)])
+    assert report.main() != 3
 
 
 @pytest.mark.integration
 def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd, monkeypatch):
     """The gain that eval.jsonl gives by hand, on the console and in verdict.json; without a step nothing is learned.
 
-    scripts/doctor.py exits with code 3 for a run that did not learn, and prints its verdict.
+    scripts/report.py exits with code 3 for a run that did not learn, and prints its verdict.
     """
     args = tiny_args(tiny, tmp_path, eval_prompts=16, learning_rate=1e-2)
     run_here(args)
@@ -181,9 +178,9 @@ def test_a_run_ends_with_its_verdict(tiny, tmp_path, capfd, monkeypatch):
     assert outcome_of(folder_of(still)) == verdict.NOT_LEARNED
     codes = {verdict.NOT_LEARNED: 3, verdict.LEARNED: 1, verdict.UNKNOWN: 1}  # both runs have findings
     for run in (still, args):
-        monkeypatch.setattr("sys.argv", ["doctor.py", str(folder_of(run))])
-        assert doctor.main() == codes[outcome_of(folder_of(run))]
-    assert "verdict: did not learn" in capfd.readouterr().out
+        monkeypatch.setattr("sys.argv", ["report.py", str(folder_of(run))])
+        assert report.main() == codes[outcome_of(folder_of(run))]
+    assert "verdict    did not learn: " in capfd.readouterr().out
 
 
 def test_a_verdict_that_cannot_be_made_costs_no_run(tiny, tmp_path, capfd, monkeypatch):
