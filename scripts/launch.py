@@ -80,9 +80,10 @@ def watch_ranks() -> None:
         time.sleep(0.2)
         seconds = time.monotonic() - start
         if seconds >= due and not ranks():
-            whom = f"the other {nodes - 1} node(s) to join it" if rank == 0 else f"node 0 ({answer(host, port)})"
-            who = f"node {rank} on {socket.gethostname()}"
-            print(f"{who} has waited {seconds:.0f} s at {host}:{port} for {whom}", flush=True)
+            whom = f"node 0 at {host}:{port} ({answer(host, port)})"
+            if rank == 0:
+                whom = f"the other {nodes - 1} node(s) to join it at {host}:{port}, each with its own --machine_rank"
+            print(f"node {rank} on {socket.gethostname()} has waited {seconds:.0f} s for {whom}", flush=True)
             due += 60.0
     gone = 0
     while gone < 5:  # seconds, after which a launcher has ended whose ranks failed, or all of whose nodes ended well

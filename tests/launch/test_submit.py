@@ -846,7 +846,7 @@ def test_a_launcher_that_waits_for_node_0_ends_when_asked(sent, tmp_path):
     finally:
         launcher.kill()
     said = (tmp_path / "log").read_text()
-    assert "for node 0 at 127.0.0.1:29777 (Connection refused)" in said and len(said.splitlines()) < 10, said
+    assert "for node 0 at 127.0.0.1:29777 (Connection refused; " in said and len(said.splitlines()) < 10, said
 
 
 @pytest.mark.slow
@@ -872,6 +872,6 @@ def test_a_port_in_use_is_said(tmp_path, request):
             assert said, "it has ended"
         second.stdout.close()  # a launcher whose console has gone obeys as well
         second.terminate()
-        assert second.wait(timeout=5) == 75 and f"a process answers at 127.0.0.1:{port}" in said
+        assert second.wait(timeout=5) == 75 and f"node 0 at 127.0.0.1:{port} (a process answers there" in said
         done = subprocess.run([*line, rank], timeout=120, **options)  # on one node accelerate takes another port
         assert done.returncode == 0 and done.stdout.count("rank started") == 2, done.stdout
