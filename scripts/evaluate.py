@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/script_loader.py
 
 import script_loader
+from intervals import rate_interval
 
 from rewards import Verifiers, check_reward_args, lenient, truth_error
 from runtime.arguments import checks, flags
@@ -55,7 +56,7 @@ from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
 from runtime.run import directory, identity
-from runtime.run.intervals import interval_text, rate_interval
+from runtime.run.verdict import interval_text
 from runtime.system import process, user_files
 from runtime.system.redaction import HIDDEN
 from runtime.training import model_files

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
@@ -29,12 +28,10 @@ from runtime.training import derived_defaults
 FINISHED, LEAVE, RUN = 0, 3, 4
 
 
-def as_it_would_start(args: flags.RunFlags, config: dict, truth_error: Callable) -> flags.RunFlags:
+def as_it_would_start(args: flags.RunFlags, config: dict) -> flags.RunFlags:
     """Return a copy of ``args`` with the values that a start would give to flags that were left open.
 
-    config: config.json of the run in the folder. What that run left open as well has its value; runs that did not
-    write this down are taken to have done so. Data are read only for a length that it was given and that follows from
-    them now.
+    What the run of config.json left open as well has its value. Data are read only where a length follows from them.
     """
     args = copy.copy(args)
     left_open = [name for name in config.get("left_open", flags.OPEN) if flags.is_open(args, name)]
@@ -57,8 +54,7 @@ def state(args, defaults) -> tuple[int, str]:
         config = directory.read_config(folder)
     except ValueError as error:  # the run itself would end with the remedy
         return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
-    args = as_it_would_start(args, config, truth_error)
-    # Secrets are compared, and named, as the run hid them.
+    args = as_it_would_start(args, config)
     other, _ = identity.changed_arguments(config["args"], args, resolved=True)
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
@@ -68,8 +64,7 @@ def state(args, defaults) -> tuple[int, str]:
     lacks = directory.unfinished(folder, args)
     if not lacks:
         return FINISHED, f"finished: {folder}"
-    holder = process.lock_holder(folder)
-    if holder:
+    if holder := process.lock_holder(folder):
         return LEAVE, f"running: {folder} {lacks} ({holder})"
     return RUN, f"begun: {folder} {lacks}"
 
@@ -77,8 +72,7 @@ def state(args, defaults) -> tuple[int, str]:
 def main() -> int:
     """Print the state of a run, and return it as the exit code."""
     script = load_arguments(Path(sys.argv[1] if len(sys.argv) > 1 else ""))
-    args = flags.parse(script.Args, script.__doc__, sys.argv[2:])
-    code, words = state(args, script.Args())
+    code, words = state(flags.parse(script.Args, script.__doc__, sys.argv[2:]), script.Args())
     print(words)
     return code
 

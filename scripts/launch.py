@@ -28,28 +28,19 @@ from runtime.system.library_logs import quiet_libraries
 from runtime.system.process import STOP_SIGNALS, outlive_the_console, read_signals, refuse
 from runtime.system.redaction import redact
 
-WAIT = 10.0  # seconds without ranks after which a launcher says which nodes it waits for
-asking = threading.Lock()  # held by the thread of watch_ranks while it asks the board
-LONGEST_WAIT = 900.0  # seconds, which is torch's limit, too
+asking = threading.Lock()  # held by the thread of watch_ranks while it is inside of torch
 BOARD_STAYS = 3.0  # seconds after a failure on node 0, so that the other nodes can read why
-
-
-def children() -> list[int]:
-    """Return the processes that this one has started: the ranks of this node."""
-    found = []
-    for file in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread that has just ended
-            found += map(int, file.read_text().split())
-    return found
 
 
 def ranks() -> list[int]:
     """Return the children that torch started as ranks; imports of libraries start others for an instant."""
     found = []
-    for pid in children():
-        with suppress(OSError):  # it has just ended
-            if b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
+    for file in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has just ended
+            for pid in map(int, file.read_text().split()):
+                with suppress(OSError):  # a child that has just ended
+                    if b"\0TORCHELASTIC_RUN_ID=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                        found.append(pid)
     return found
 
 
@@ -83,14 +74,16 @@ def place() -> tuple[int, int, str, int]:
 
 def watch_ranks() -> None:
     """In a thread: name the nodes that are waited for, and tell them when the ranks of this one have ended well."""
-    start, due = time.monotonic(), WAIT
+    nodes, rank, host, port = place()
+    start, due = time.monotonic(), 10.0
     while not ranks():
         time.sleep(0.2)
         seconds = time.monotonic() - start
         if seconds >= due and not ranks():
-            nodes, rank, _, _ = place()
-            who = f"node {rank} on {socket.gethostname()}"
-            print(f"{who} has waited {seconds:.0f} s for {missing(nodes, rank)}", flush=True)
+            whom = f"node 0 at {host}:{port} ({answer(host, port)})"
+            if rank == 0:
+                whom = f"the other {nodes - 1} node(s) to join it at {host}:{port}, each with its own --machine_rank"
+            print(f"node {rank} on {socket.gethostname()} has waited {seconds:.0f} s for {whom}", flush=True)
             due += 60.0
     gone = 0
     while gone < 5:  # seconds, after which a launcher has ended whose ranks failed, or all of whose nodes ended well
@@ -98,50 +91,17 @@ def watch_ranks() -> None:
         gone = 0 if ranks() else gone + 1
     text = f"the ranks on {socket.gethostname()} ended with exit code 0 before this one began: they found the run "
     text += "finished. --output_dir is not the same folder on all nodes; choose one on a shared file system"
-    _, _, host, port = place()
-    with suppress(OSError, RuntimeError):  # node 0 has ended
-        with asking:
-            board = watchdog.board(host, port, patience=5.0)
-            board.compare_set("ended", "", text)
-        while True:
-            with asking:
-                failed = board.check(["failure"])
-            if failed:
-                why = board.get("failure").decode()
-                print(f"the ranks of this node ended with exit code 0, but another node failed: {why}", flush=True)
-                os._exit(1)  # torch would wait for that node for five minutes
-            time.sleep(1.0)
+    with asking, suppress(OSError, RuntimeError):  # node 0 has ended
+        watchdog.board(host, port, patience=5.0).compare_set("ended", "", text)
 
 
-def missing(nodes: int, rank: int) -> str:
-    """Describe whom a launcher without ranks waits for: the first time after WAIT seconds, then every minute."""
-    _, _, host, port = place()
-    if rank == 0:
-        return (
-            f"the other {nodes - 1} node(s) to join it at {host}:{port}; start this command there as well, with "
-            f"--machine_rank 1 and so on"
-        )
+def answer(host: str, port: int) -> str:
+    """Describe what is found at an address."""
     try:
         socket.create_connection((host, port), timeout=3).close()
     except OSError as error:
-        return f"node 0 at {host}:{port} ({error.strerror or error}); is its launcher running, and the address right?"
-    return f"the other nodes; a process answers at {host}:{port}: node 0, or another that has its port"
-
-
-def find_node_0() -> None:
-    """On another node, wait until node 0 answers. Torch would retry as well, but at intervals of up to a minute.
-
-    Raises RuntimeError after LONGEST_WAIT seconds.
-    """
-    nodes, rank, host, port = place()
-    deadline = time.monotonic() + LONGEST_WAIT
-    while nodes > 1 and rank > 0:
-        try:
-            return socket.create_connection((host, port), timeout=3).close()
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no answer for {LONGEST_WAIT:.0f} s ({error.strerror or error})") from None
-        time.sleep(0.5)
+        return f"{error.strerror or error}; is its launcher running, and the address right?"
+    return "a process answers there: node 0, or another that has its port"
 
 
 def tell_other_nodes(text: str) -> None:
@@ -188,11 +148,8 @@ if __name__ == "__main__":
     if place()[0] > 1:
         threading.Thread(target=watch_ranks, daemon=True).start()
     try:
-        find_node_0()
         main()
-        asking.acquire()  # a thread that is inside of torch when Python ends aborts the process
     except ChildFailedError as error:
-        asking.acquire()  # this node failed, too: the thread has nothing to say
         rank, failure = error.get_first_failure()
         code = failure.exitcode  # negative: minus the number of a signal
         how = f"with exit code {code}" if code > 0 else f"by signal {-code} ({signal.strsignal(-code)})"
@@ -203,3 +160,5 @@ if __name__ == "__main__":
         raise SystemExit(code if code > 0 else 128 - code) from None
     except Exception as error:
         end(error)
+    finally:
+        asking.acquire()  # a thread that is inside of torch when Python ends aborts the process

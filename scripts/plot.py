@@ -30,8 +30,9 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
+from intervals import mean_interval, rate_interval, wilson
+
 from runtime.arguments.flags import PRESENTATION
-from runtime.run.intervals import mean_interval, rate_interval, wilson
 from runtime.run.logger import own_pieces
 from runtime.run.run_files import control_of, read, read_config, records, series
 from runtime.system.process import refuse

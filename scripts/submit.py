@@ -5,8 +5,8 @@
     python scripts/submit.py --backend slurm --gpus 8 -- source setup.sh \\&\\& uv run python grpo.py ...
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
     python scripts/submit.py --status runs/jobs/grpo-1a2b3c4d        or --logs, --cancel: of the last submission there
-    python scripts/submit.py --clean runs/jobs        delete the copies of code of submissions that are over
 
+<<<<<<< HEAD
 Several commands, each after its own ``--``, run one after the other; with --array_parallelism each is a task of its
 own. --dry_run prints exactly what would be written and run, and needs no cluster. With every backend, a command
 
@@ -22,6 +22,14 @@ own. --dry_run prints exactly what would be written and run, and needs no cluste
 
 Secrets are given by name alone. Their values come from this shell or from the cluster's own store; a value that would
 end up in a file or in a command is an error. docs/reference/launching.md has an example for each backend.
+=======
+With every backend, a command receives its words exactly as they were given here, and runs the code as it is now, also
+when it starts or restarts days later. It finds RUN_ID and RUN_DIR in its environment, the same after a restart. It is
+asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start me
+again"), and after a crash if it had saved a checkpoint since its last start. In a job of several GPUs or nodes,
+``python FILE.py`` is started once per GPU by scripts/launch.py. Secrets are given by name alone: a value that would end
+up in a file or in a command is an error. docs/reference/launching.md has all of this, with an example for each backend.
+>>>>>>> submit
 
 Standard library only, so that it runs on a login node; where tyro is installed as well, a training script's arguments
 are parsed before they wait in a queue. What a backend writes is in scripts/submit_backends.py and, as text to be read
@@ -31,14 +39,8 @@ and edited, in scripts/templates.
 from __future__ import annotations
 
 import argparse
-import ast
-import base64
 import dataclasses
-import fcntl
-import gzip
 import hashlib
-import io
-import itertools
 import json
 import os
 import re
@@ -48,10 +50,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,12 +60,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts a
 
 import submit_snapshot
 from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, file_at, has_launcher, split_at
-from submit_snapshot import CODE
 
 from runtime.system import git
 from runtime.system.redaction import SECRET_NAME, form_of_secret
 
-EVERYWHERE = {"backend", "name", "run_dir", "setup", "env", "max_retries", "dry_run"}
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
 HELD = 73  # exit code: this command still waits or runs (EX_CANTCREAT)
@@ -78,44 +76,31 @@ OF_THIS_JOB = re.compile(
 OF_THIS_ALLOCATION = re.compile(
     "SLURM_(?!CONF$|CLUSTERS$).*|SLURMD_.*|SRUN_.*|SBATCH_(CPU|MEM)_BIND.*|CUDA_VISIBLE_DEVICES"
 )
-RUNNERS = {"uv", "pixi", "poetry", "pdm", "hatch", "rye", "conda", "mamba", "micromamba"}  # RUNNER run [--] PROGRAM
+# A command that is cut before its program by a -- of its own: uv run -- python FILE.py
+RUNNER = re.compile(r"(.* && )?(\S*/)?(uv|pixi|poetry|pdm|hatch|rye|conda|mamba|micromamba) run( -\S+)*")
 # What to do instead of a flag that a backend does not take; elsewhere: leave it out.
 INSTEAD = {
     ("slurm", "preemptible"): "name a preemptible --partition or --qos",
     ("slurm", "image"): "start the container in the command: -- apptainer exec image.sif python grpo.py ...",
-    ("slurm", "workspace"): "--account names who pays",
     ("ray", "secret"): "Ray shows a job's environment in its dashboard; export the variable where `ray start` runs",
     ("ray", "num_nodes"): "Ray runs a command on one node; for several use slurm, skypilot or beaker",
-    ("local", "num_nodes"): "for several nodes use slurm, skypilot or beaker",
-    ("local", "scheduler_args"): "this machine has no scheduler",
-    ("ray", "live"): "Ray uploads this folder when the job is submitted",
-    ("skypilot", "live"): "SkyPilot uploads this folder when the job is submitted",
 }
-# Flags of open-instruct's mason.py, and what takes their place here.
+# Flags of open-instruct's mason.py without an equal here, by what to do instead.
 MASON = {
-    "description": "use --name; submit.json has the whole command",
-    "task_name": "use --name",
-    "min_runtime": "use --preemptible, or write minRuntime under context in scripts/templates/beaker.yaml",
-    "hostname": "write hostname under constraints in templates/beaker.yaml; slurm: --scheduler_args --nodelist=A",
-    "beaker_datasets": "use --mount BUCKET:/PATH; for another source edit datasets in scripts/templates/beaker.yaml",
-    "shared_memory": "write sharedMemory in scripts/templates/beaker.yaml",
-    "mount_docker_socket": "write it under datasets in scripts/templates/beaker.yaml",
-    "pure_docker_mode": "leave it out: the PATH is always the image's",
-    "no_hf_cache_env": "leave it out",
-    "no_mount_nfs": "leave it out",
-    "no_host_networking": "write hostNetworking in scripts/templates/beaker.yaml",
-    "non_resumable": "use --max_retries 0",
-    "no_auto_dataset_cache": "leave it out: nothing is cached before the job",
-    "auto_output_dir_path": "give --output_dir in the command; it is RUN_DIR otherwise, on the first --mount",
-    "auto_checkpoint_state_dir": "leave it out: checkpoints are in the folder of the run",
-    "artifact_ttl": "leave it out, or give an --output_dir that ends in /tmp-1d",
+    "use --name": "description task_name",
+    "use --mount BUCKET:/PATH, or edit datasets in scripts/templates/beaker.yaml": "beaker_datasets",
+    "write it in scripts/templates/beaker.yaml": "hostname shared_memory mount_docker_socket no_host_networking",
+    "use --preemptible, or write minRuntime in scripts/templates/beaker.yaml": "min_runtime",
+    "use --max_retries 0": "non_resumable",
+    "give --output_dir in the command": "auto_output_dir_path artifact_ttl",
+    "leave it out": "pure_docker_mode no_hf_cache_env no_mount_nfs no_auto_dataset_cache auto_checkpoint_state_dir",
 }
 
 
-def refuse(message: str) -> NoReturn:
-    """Exit with code 2."""
+def refuse(message: str, code: int = 2) -> NoReturn:
+    """Exit with a code that is not 0."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -132,26 +117,11 @@ def matches(pattern: str, remedy: str) -> Callable[[str], str]:
     return check
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """Return an argparse type that accepts whole numbers from ``smallest`` on."""
-
-    def check(text: str) -> int:
-        if not re.fullmatch(r"-?\d+", text) or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"{text}: must be a whole number, at least {smallest}")
-        return int(text)
-
-    return check
-
-
 def seconds(text: str) -> int:
     """Convert a duration to seconds, written as for sbatch (HH:MM:SS, D-HH:MM:SS) or with a unit (90m, 12h, 2d)."""
-    if unit := re.fullmatch(r"(\d+)([smhd])", text):
-        return int(unit[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[unit[2]]
-    if units := re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?", text) if text else None:
-        days, hours, minutes = (int(part or 0) for part in units.groups())
-        return ((days * 24 + hours) * 60 + minutes) * 60
-    if clock := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
-        days, hours, minutes, secs = (int(part or 0) for part in clock.groups())
+    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text) if text else None
+    if found := units or re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text):
+        days, hours, minutes, secs = (int(part or 0) for part in found.groups())
         return ((days * 24 + hours) * 60 + minutes) * 60 + secs
     raise argparse.ArgumentTypeError(f"{text}: not a duration; write 90m, 12h, 12:00:00 or 1-12:00:00")
 
@@ -200,164 +170,91 @@ def secret_name(text: str) -> tuple[str, str]:
 SECRET_IS = "export the value in this shell or put it into the cluster's store"
 
 
-def shell_text(text: str) -> str:
-    """Check that bash can read the lines of shell in a text, and return the text."""
-    if not all(line.isprintable() for line in text.split("\n")):
-        raise argparse.ArgumentTypeError(f"{text!a}: has characters that cannot be printed; put it into a file")
-    done = subprocess.run(["bash", "-n"], input=f"f() {{\n{text}\n}}\n", capture_output=True, text=True)
-    if done.returncode != 0:
-        raise argparse.ArgumentTypeError(f"{text}: bash cannot read it: {done.stderr.splitlines()[0]}")
-    return text
-
-
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
-    """Parse the flags before the first ``--``, and the commands after each. A flag may be written with dashes, too."""
-    flags, *parts = split_at("--", argv)
-    commands = joined(parts)
-    flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
+def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
+    """Return the parser of the flags, and for each flag the backends that take it."""
     p = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         usage="submit.py --backend BACKEND [flags] -- COMMAND [-- COMMAND ...]",
     )
-    add = p.add_argument
+    takes = {}
+
+    def add(backends: str, *names: str, **options: Any) -> None:
+        takes[p.add_argument(*names, **options).dest] = {*backends.split()}
+
+    everywhere = " ".join(BACKENDS)
     name = matches(r"[A-Za-z0-9][\w.=+,-]*", "use letters, digits and _ . = + , - only")
     folder = matches(r"[\w./=+,@-]+", "use letters, digits and _ . / = + , @ - only")
-    add("--backend", required=True, choices=BACKENDS, help="where to run; for Kubernetes skypilot --cluster k8s")
-    add("--name", type=name, help="name of the job; default: the script's name")
-    add("--run_dir", type=folder, help="folder of the job: results, logs, submissions; default: runs/jobs/<run id>")
-    add("--workdir", help="folder to run the commands in, on the node; default: this one, or the image's")
-    add("--setup", type=shell_text, metavar="SHELL", help="shell to run before each start, such as 'source setup.sh'")
+    add(everywhere, "--backend", required=True, choices=BACKENDS, help="where to run")
+    add(everywhere, "--name", type=name, help="name of the job; default: the script's name")
+    add(everywhere, "--run_dir", type=folder, help="folder of results and logs; default: runs/jobs/<run id>")
+    add("local slurm beaker", "--workdir", help="folder to run in, on the node; default: this one, or the image's")
+    add(everywhere, "--setup", metavar="SHELL", help="shell to run before each start, such as 'source setup.sh'")
     where = "slurm: partition, skypilot: infra, beaker: cluster, several for a choice; ray: address"
-    add("--cluster", "--partition", action="extend", nargs="+", default=[], help=where)
-    add("--workspace", help="beaker: workspace")
-    add("--account", "--budget", help="account that pays")
-    add("--priority", "--qos", help="slurm: QOS, beaker: priority")
-    add("--preemptible", action="store_true", help="accept machines that can be taken away")
-    add("--num_nodes", type=at_least(1), default=1, help="number of nodes")
-    add("--gpus", type=gpu_count, default=(None, 0), help="GPUs per node: 8, or with a type h100:8")
-    add("--cpus", type=at_least(1), help="CPU cores per node")
-    add("--mem", type=gibibytes, help="memory per node: 64G")
-    add("--time", "--timeout", type=seconds, help="time limit: 90m, 12h, 2h30m, 12:00:00 or 1-12:00:00")
-    add("--image", help="container image; beaker: an image there, or docker:NAME")
+    several = {"action": "extend", "nargs": "+", "default": []}
+    add("slurm ray skypilot beaker", "--cluster", "--partition", **several, help=where)
+    add("beaker", "--workspace", help="beaker: workspace")
+    add("slurm beaker", "--account", "--budget", help="account that pays")
+    add("slurm beaker", "--priority", "--qos", help="slurm: QOS, beaker: priority")
+    add("skypilot beaker", "--preemptible", action="store_true", help="accept machines that can be taken away")
+    add("slurm skypilot beaker", "--num_nodes", type=int, default=1, help="number of nodes")
+    add(everywhere, "--gpus", type=gpu_count, default=(None, 0), help="GPUs per node: 8, or with a type h100:8")
+    add("slurm ray skypilot beaker", "--cpus", type=int, help="CPU cores per node; slurm: 8 for each GPU if left out")
+    add("slurm ray skypilot beaker", "--mem", type=gibibytes, help="memory per node: 64G")
+    add("slurm beaker", "--time", "--timeout", type=seconds, help="time limit: 90m, 12h, 2h30m or 1-12:00:00")
+    add("skypilot beaker", "--image", help="container image; beaker: an image there, or docker:NAME")
     where = "storage that outlives the job; skypilot: bucket (s3://...) or volume, beaker: weka bucket"
-    add("--mount", type=source_and_path, action="append", default=[], metavar="SOURCE:/PATH", help=where)
+    each = {"action": "append", "default": []}
+    add("skypilot beaker", "--mount", type=source_and_path, **each, metavar="SOURCE:/PATH", help=where)
     where = "environment variable; without a value: this shell's"
-    add("--env", type=variable, action="append", default=[], metavar="NAME[=VALUE]", help=where)
+    add(everywhere, "--env", type=variable, **each, metavar="NAME[=VALUE]", help=where)
     where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/reference/launching.md"
-    add("--secret", type=secret_name, action="append", default=[], metavar="NAME", help=where)
-    add(
-        "--max_retries",
-        type=at_least(0),
-        default=10,
-        help="starts after an exit code of 75 or a crash with a new checkpoint; 0 disables",
-    )
-    add("--depends_on", action="append", default=[], metavar="ID", help="start when this job has succeeded")
-    where = "make each command a task of its own, N of which run at the same time"
-    add("--array_parallelism", type=at_least(1), metavar="N", help=where)
-    add("--live", action="store_true", help="run in this folder, whatever it holds then, and not in a copy of its code")
+    add("local slurm skypilot beaker", "--secret", type=secret_name, **each, metavar="NAME", help=where)
+    where = "starts after an exit code of 75 or a crash with a new checkpoint; 0 disables"
+    add(everywhere, "--max_retries", type=int, default=10, help=where)
+    add("slurm", "--depends_on", **each, metavar="ID", help="start when this job has succeeded")
+    add("slurm", "--array_parallelism", type=int, metavar="N", help="make each command a task, N at a time")
+    add("local slurm", "--live", action="store_true", help="run in this folder itself, not in a copy of its code")
     where = "words passed to sbatch, `ray job submit`, `sky jobs launch` or `beaker experiment create` as they are"
-    add("--scheduler_args", type=shlex.split, default=[], metavar="'WORDS'", help=where)
-    add("--dry_run", action="store_true", help="print what would be written and run, and stop")
-    answer_kubernetes(flags, commands)
-    args, unknown = p.parse_known_args(flags)
+    options = {"type": shlex.split, "default": [], "metavar": "'WORDS'"}
+    add("slurm ray skypilot beaker", "--scheduler_args", **options, help=where)
+    add(everywhere, "--dry_run", action="store_true", help="print what would be written and run, and stop")
+    return p, takes
+
+
+def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
+    """Parse the flags before the first ``--``, and the commands after each. A flag may be written with dashes, too."""
+    flags, *parts = split_at("--", argv)
+    commands: list[list[str]] = []
+    for part in parts:
+        if commands and RUNNER.fullmatch(" ".join(commands[-1])):
+            commands[-1] += ["--", *part]
+        else:
+            commands.append(part)
+    parser, takes = make_parser()
+    flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
+    args, unknown = parser.parse_known_args(flags, Job())
     for flag in unknown:
-        if hint := MASON.get(flag.lstrip("-").partition("=")[0]):
-            refuse(f"{flag} is a flag of mason.py; {hint}")
+        for remedy, names in MASON.items():
+            if flag.lstrip("-").partition("=")[0] in names.split():
+                refuse(f"{flag} is a flag of mason.py; {remedy}")
     if unknown:
-        p.error(f"unrecognized arguments: {' '.join(unknown)}")
-    known = EVERYWHERE | BACKENDS[args.backend][1]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for flag, value in vars(args).items():
-        if flag not in known and value != p.get_default(flag):
+        if args.backend not in takes[flag] and value != parser.get_default(flag):
             remedy = INSTEAD.get((args.backend, flag), "leave it out")
             refuse(f"--{flag}: --backend {args.backend} has no such setting; {remedy}")
     return args, commands
 
 
-def answer_kubernetes(flags: list[str], commands: list[list[str]]) -> None:
-    """End a submission to Kubernetes with the line for SkyPilot, which does there what a Job of its own cannot.
-
-    It starts the pods of all nodes together or none, and knows queues (Kueue), labels, GPU types and secrets.
-    """
-    words = [word for flag in flags for word in (flag.split("=", 1) if flag.startswith("--backend=") else [flag])]
-    if ["--backend", "kubernetes"] not in [words[i : i + 2] for i in range(len(words))]:
-        return
-    translated = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--backend", "--cluster", "--workspace", "--priority", "--gpus", "--time", "--workdir"):
-        translated.add_argument(name)
-    given, rest = translated.parse_known_args(words)
-    line = ["--backend", "skypilot", "--cluster", f"k8s/{given.cluster}" if given.cluster else "k8s"]
-    if given.gpus:
-        line += ["--gpus", given.gpus if ":" in given.gpus else f"H100:{given.gpus}"]
-    line = shlex.join(
-        ["python", "scripts/submit.py", *line, *rest, *(w for command in commands for w in ("--", *command))]
-    )
-    refuse(
-        f"--backend kubernetes: SkyPilot submits to Kubernetes, with gang scheduling, Kueue queues, labels and secrets "
-        f"(pip install 'skypilot[kubernetes]'; the page docs/reference/launching.md has its settings); write:\n  {line}"
-    )
-
-
-def joined(parts: list[list[str]]) -> list[list[str]]:
-    """Join commands that the ``--`` of a runner (``uv run -- python FILE.py``) has cut into two."""
-    commands: list[list[str]] = []
-    for part in parts:
-        if commands and expects_program(commands[-1]):
-            commands[-1] += ["--", *part]
-        else:
-            commands.append(part)
-    return commands
-
-
-def expects_program(words: list[str]) -> bool:
-    """Return True if a command is a runner without a program yet, so that its ``--`` comes before it.
-
-    Exits with code 2 where the last word could be either: ``uv run --extra cuda``, ``uv run --frozen pytest``.
-    """
-    last = split_at("&&", words)[-1]
-    if "--" in last or len(last) < 2 or Path(last[0]).name not in RUNNERS or last[1] != "run":
-        return False
-    options = last[2:]
-    if all(word.startswith("-") for word in options):
-        return True
-    if not options[0].startswith("-") or any(PYTHON.fullmatch(w) or w.endswith(".py") for w in options):
-        return False
-    for before, word in itertools.pairwise(options):
-        if not word.startswith("-") and not before.startswith("-"):
-            return False
-    refuse(
-        f"{shlex.join(last)} --: the word after an option may be its value, or a program with another command after "
-        f"it; write --option=value for the first, or leave the -- of {last[0]} out"
-    )
-
-
-def check_operators(words: list[str]) -> None:
-    """Reject a word of the shell that would reach a program as its argument; after FILE.py it is meant as one."""
-    program = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-    for i, word in enumerate(words[:program]):
-        if word in (";", "|", "||", "&") and not (i > 0 and words[i - 1].startswith("-")):
-            refuse(
-                f"{shlex.join(words)}: {word} would be an argument of {words[0]}; only && (\\&\\&) works "
-                f"between commands: use it, give each command a -- of its own, or write: bash -c '...'"
-            )
-
-
 def check_command(words: list[str]) -> None:
-    """Reject what would run something other than what it says, or nothing at all, and still exit with 0."""
+    """Reject a command that would do nothing and still exit with 0, or that is no command."""
     *before, last = split_at("&&", words)
     if not last or not all(before):
         refuse(f"{shlex.join(words)}: && needs a command before it and one after it")
-    for part in before:
-        if file_at(part) is not None:
-            refuse(
-                f"{shlex.join(part)}: only set-up goes before &&, since a restart repeats it; write each program "
-                f"after a -- of its own: -- {shlex.join(part)} -- {shlex.join(last)}"
-            )
     if len(last) == 1 and re.search(r"\s", last[0]) and not Path(last[0]).exists():
         refuse(f"{last[0]!r}: a whole command in one word; leave the quotes out, or write: -- bash -c {last[0]!r}")
-    for part in (*before, last):
-        check_operators(part)
     if last[0] in SHELL_ONLY:
         refuse(
             f"{shlex.join(last)}: `{last[0]}` changes the shell it runs in and nothing else; name the program after "
@@ -366,25 +263,15 @@ def check_command(words: list[str]) -> None:
         )
 
 
-def check_files(words: list[str], folder: Path) -> None:
-    """Reject files that the command names and that ``folder`` lacks, before they wait in a queue.
-
-    Scripts, sourced files, configuration files, and files of verifiers and environments, by a relative path. A set-up
-    that changes the folder or makes files may know better, and so may a container about absolute paths.
-    """
-    parts = split_at("&&", words)
-    if any(part[0] in ("cd", "pushd", "eval", ".", "source", "git", "cp") for part in parts[:-1] if part):
-        parts = parts[:1]
-    for part in parts:
-        file = file_at(part)
-        at = {file} if file is not None else set()
-        at |= {i + 1 for i, word in enumerate(part[:-1]) if word in ("--config", "--config_file")}
-        at |= {1} if part[0] in ("source", ".", "bash", "sh") and part[1:] and part[1].endswith(".sh") else set()
-        names = [part[i] for i in sorted(at)]
-        names += [word.rpartition(":")[0] for word in part if re.fullmatch(r"[^\s:]+\.py:\w+", word)]
-        for name in names:
-            if not os.path.isabs(name) and name[:1] not in "$~" and not (folder / name).exists():
-                refuse(f"{name}: no such file in {folder.resolve()}, where the command runs")
+def check_script(words: list[str], folder: Path) -> None:
+    """Reject a script that ``folder`` lacks before it waits in a queue. A set-up may make files that come after it."""
+    first = split_at("&&", words)[0]
+    file = file_at(first)
+    name = first[file] if file is not None else ""
+    if first[0] in ("source", ".", "bash", "sh") and first[1:] and first[1].endswith(".sh"):
+        name = first[1]
+    if name[:1] not in "/$~" and not (folder / name).exists():
+        refuse(f"{name}: no such file in {folder.resolve()}, where the command runs")
 
 
 def check_arguments(words: list[str]) -> str | None:
@@ -397,12 +284,8 @@ def check_arguments(words: list[str]) -> str | None:
     file = next((i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()), None)
     if file is None or {"-h", "--help"} & {*last}:
         return None
-    path = Path(last[file])
-    try:
-        names = [getattr(node, "name", "") for node in ast.parse(path.read_text()).body]
-    except SyntaxError as error:
-        refuse(f"{path}: Python cannot read it: line {error.lineno}: {error.msg}")
-    if not {"Args", "preflight"} <= {*names}:  # no training script
+    text = Path(last[file]).read_text()
+    if "\nclass Args(" not in text or "\ndef preflight(" not in text:  # no training script
         return None
     try:
         import script_loader
@@ -411,7 +294,7 @@ def check_arguments(words: list[str]) -> str | None:
         from runtime.run import directory
     except ImportError:
         return None
-    script = script_loader.load_arguments(path)
+    script = script_loader.load_arguments(Path(last[file]))
     return directory.run_name(flags.parse(script.Args, None, last[file + 1 :]), script.Args())
 
 
@@ -429,7 +312,7 @@ def check_processes(words: list[str], processes: int) -> None:
     print(f"note: {shlex.join(last)}: runs once per node; only python FILE.py runs once per GPU", file=sys.stderr)
 
 
-def check_backend(args: argparse.Namespace) -> None:
+def check_backend(args: Job) -> None:
     """Reject what a backend cannot express though it takes the flag."""
     backend = args.backend
     gpu_type, gpus = args.gpus
@@ -450,117 +333,77 @@ def check_backend(args: argparse.Namespace) -> None:
         refuse("--secret NAME=STORE_NAME: only beaker keeps secrets under other names; write --secret NAME")
 
 
-def make_job(args: argparse.Namespace, commands: list[list[str]], parses: bool = False) -> Job:
-    """Check what the backends have in common. The run id depends on the name and the commands alone.
+def make_job(job: Job, commands: list[list[str]], parses: bool = False) -> Job:
+    """Check what the backends have in common, and add to the flags what follows from them and from the commands.
 
-    parses: check the arguments of training scripts, too, while git reads the folder: on a shared disk both take long.
+    The run id depends on the name and the commands alone. parses: check the scripts and their arguments, too.
     """
     if not commands or not all(commands):
         refuse("no command; write it after --, for example: submit.py --backend local -- python grpo.py --beta 0.03")
+    here = job.backend in ("local", "slurm")  # the files written here are those that run
+    folder = Path(os.path.abspath(job.workdir or ".") if here else os.getcwd())
+    runs = []
     for command in commands:
         check_command(command)
-    check_backend(args)
+        if parses and job.backend != "beaker":
+            check_script(command, folder)
+        if parses and folder == Path.cwd():
+            runs.append(check_arguments(command))
+    check_backend(job)
     last = split_at("&&", commands[0])[-1]
-    file = file_at(last)
-    script = last[0] if file is None else last[file]
-    if file is None:
-        script = next((word for word in last if re.fullmatch(r"\S+\.(py|sh)", word)), script)
-    name = args.name or Path(script).stem
+    program = last[file_at(last) or 0 :]
+    script = next((word for word in program if re.fullmatch(r"\S+\.(py|sh)", word)), program[0])
+    name = job.name or Path(script).stem
     if not re.fullmatch(r"[A-Za-z0-9][\w.=+,-]*", name):
         refuse(f"--name: {script!r} gives the job no name; add --name NAME")
-    run_id = f"{name}-{hashlib.sha256(json.dumps([name, commands]).encode()).hexdigest()[:8]}"
-    run_dir = args.run_dir or f"runs/jobs/{run_id}"
-    here = args.backend in ("local", "slurm")  # the files written here are those that run
-    folder = os.path.abspath(args.workdir or os.getcwd())
-    if here and args.workdir:
-        run_dir = os.path.abspath(run_dir)
-    values = {flag: tuple(value) if isinstance(value, list) else value for flag, value in vars(args).items()}
-    del values["dry_run"], values["live"]
-    gpu_type, gpus = values["gpus"]
-    words = [word for command in commands for word in command] + (args.setup or "").split()
-    mounted = any(f"{args.workdir}/".startswith(f"{path.rstrip('/')}/") for _, path in args.mount)
-    code = changed_code(words) if args.backend == "beaker" and not mounted else None
-    with ThreadPoolExecutor() as pool:
-        state = pool.submit(git_state, words)
-        copied = pool.submit(copied_files, folder, words) if here and not args.live else None
-        names = [check_arguments(c) for c in commands] if parses and folder == os.getcwd() else []
-    if len(names) == 1 and names[0] and not args.name:
-        values["label"] = re.sub(r"[^\w.=+,-]", "_", names[0])
-    computed = {
-        "name": name,
-        "run_id": run_id,
-        "run_dir": run_dir.rstrip("/"),
-        "submitted": f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
-        "commands": tuple(tuple(c) for c in commands),
-        "git": state.result(),
-        "code": code,
-        "workdir": folder if here else args.workdir,
-        "copied": copied and copied.result(),
-        "secret": tuple(name for name, _ in args.secret),
-        "stores": tuple(store for _, store in args.secret),
-        "scheduler_args": tuple(args.scheduler_args),
-        "gpu_type": gpu_type,
-        "gpus": gpus,
-    }
-    job = Job(**(values | computed))
+    job.run_id = f"{name}-{hashlib.sha256(json.dumps([name, commands]).encode()).hexdigest()[:8]}"
+    named_after_run = len(runs) == 1 and runs[0] is not None and job.name is None
+    job.label = re.sub(r"[^\w.=+,-]", "_", runs[0]) if named_after_run else job.run_id
+    job.name = name
+    job.run_dir = (job.run_dir or f"runs/jobs/{job.run_id}").rstrip("/")
+    if here:
+        job.run_dir = os.path.abspath(job.run_dir) if job.workdir else job.run_dir
+        job.workdir = str(folder)
+    job.submitted = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    job.commands = commands
+    job.stores = [store for _, store in job.secret]
+    job.secret = [name for name, _ in job.secret]
+    job.gpu_type, job.gpus = job.gpus
     if job.processes > 1:
         for command in commands:
             check_processes(command, job.processes)
-        if here and not Path(job.workdir, "scripts/launch.py").is_file():
-            refuse(f"--workdir {job.workdir}: no scripts/launch.py there to start the processes; name the root folder")
+        if here and not (folder / "scripts/launch.py").is_file():
+            refuse(f"--workdir {folder}: no scripts/launch.py there to start the processes; name the root folder")
+    add_code(job, folder)
     return job
 
 
-def copied_files(folder: str, words: list[str]) -> tuple[str, ...]:
-    """Return the files of ``folder`` that the job's copy of the code contains."""
-    scripts = [word for word in words if word.endswith(CODE) and Path(folder, word).is_file()]
-    try:
-        return tuple(submit_snapshot.code_files(Path(folder), scripts))
-    except ValueError as error:
-        refuse(f"{error}, so they are not copied for the job; submit from the project's folder, or use --live")
+def add_code(job: Job, folder: Path) -> None:
+    """Add the code of a job: its state for the record, its tree of git, and the changes that an image does not have.
 
-
-def scripts_in(words: list[str]) -> list[str]:
-    """Return the scripts among ``words`` that are files of this folder."""
-    return [word for word in words if word.endswith((".py", ".sh")) and Path(word).is_file()]
-
-
-def git_state(words: list[str]) -> dict[str, Any]:
-    """Return the commit, the diff of tracked files to it, and new files among ``words``; empty without git."""
-    commit = git.output(Path(), "rev-parse", "--verify", "HEAD").strip()
-    if not commit:
-        return git.state(Path())  # of a job that submits another one from its copy of the code
-    diff = git.diff(Path(), scripts_in(words))
-    return {"commit": commit, "dirty": bool(diff), "diff": diff}
-
-
-def changed_code(words: list[str]) -> str | None:
-    """Pack the code files that the commit lacks or has in another version as base64 of a tar; None if there are none.
-
-    An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
+    Outside a repository a job can only run in the folder itself, in an upload or in an image.
     """
-    changed = git.output(Path(), "diff", "HEAD", "--name-only", "--relative", "--diff-filter=d").splitlines()
-    new = git.untracked(Path(), scripts_in(words))
-    names = sorted({*new, *(name for name in changed if name.endswith(CODE))})
-    if not names:
-        return None
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name in names:
-            if os.path.isabs(name) or ".." in Path(name).parts:
-                refuse(f"{name}: must be a relative path inside this folder, since the image has the same one")
-            entry = archive.gettarinfo(name)
-            entry.mtime = 0  # the same edits are the same job
-            with open(name, "rb") as content:
-                archive.addfile(entry, content)
-    code = base64.encodebytes(gzip.compress(packed.getvalue(), mtime=0)).decode()
-    if len(code) > LONGEST_CODE:
-        refuse(
-            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}: {len(code)} bytes of code that the image does "
-            f"not have, more than the {LONGEST_CODE} that travel with a job; build the image from them, or put the "
-            f"code on a --mount and name its folder by --workdir"
-        )
-    return code
+    copied = job.backend in ("local", "slurm") and not job.live
+    job.tree = job.code = None
+    words = [word for command in job.commands for word in command] + (job.setup or "").split()
+    try:
+        base, tree = submit_snapshot.take(folder, words)
+    except ValueError as error:
+        if copied:
+            refuse(f"git cannot copy the code in {folder} ({error}); run git init there, or use --live to run in it")
+        job.git = git.state(folder)
+        return
+    commit = git.output(folder, "rev-parse", "--verify", "HEAD").strip()
+    diff = git.output(folder, "diff", base, tree)
+    job.git = {"commit": commit, "dirty": tree != base, "diff": diff} if commit else {}
+    job.tree = tree if copied else None
+    if job.backend == "beaker" and not any(f"{job.workdir}/".startswith(f"{p.rstrip('/')}/") for _, p in job.mount):
+        job.code = submit_snapshot.changed_code(folder, base, tree)
+        if job.code is not None and len(job.code) > LONGEST_CODE:
+            refuse(
+                f"{len(job.code)} bytes of code that the image does not have, more than the {LONGEST_CODE} that travel "
+                f"with a job; build the image from them, or put the code on a --mount and name its folder by --workdir"
+            )
 
 
 # --------------------------------------------------------------------------------------------------------- submission
@@ -568,13 +411,12 @@ def changed_code(words: list[str]) -> str | None:
 
 def render(job: Job) -> Plan:
     """Plan everything that a submission writes and runs: the backend's part, the record, and uncommitted changes."""
-    plan = BACKENDS[job.backend][0](job)
-    record = dataclasses.asdict(job) | {"run": [shlex.join(command) for command in plan.commands]}
-    diff = record["git"].pop("diff", "")
-    del record["code"], record["copied"]  # the difference says the same, to be read; the copy is beside it
-    record["follow"] = plan.follow
+    plan = BACKENDS[job.backend](job)
+    state = {name: value for name, value in job.git.items() if name != "diff"}
+    record = vars(job) | {"git": state, "run": shlex.join(plan.command), "follow": plan.follow}
+    del record["code"], record["dry_run"]  # the difference says the same as the code, to be read
     files = plan.files | {f"{job.folder}/submit.json": json.dumps(record, indent=1) + "\n"}
-    if diff:
+    if diff := job.git.get("diff"):
         files[f"{job.folder}/uncommitted.patch"] = diff
     return dataclasses.replace(plan, files=files)
 
@@ -584,7 +426,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
     for name in plan.from_shell:
         if name not in environ:
             refuse(f"--secret {name}: not set in this shell; export it first")
-    words = [word for line in (*job.commands, *plan.commands, *job.env) for word in line]
+    words = [word for line in (*job.commands, plan.command, *job.env) for word in line]
     texts = {"a command, --env or --setup": "\0".join([*words, job.setup or ""]), **plan.files}
     for name, value in environ.items():
         if (name in job.secret and len(value) >= 4) or (SECRET_NAME.search(name) and len(value) >= 8):
@@ -604,10 +446,10 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
 
 def show(plan: Plan, job: Job) -> str:
     """Format the plan as text: every file in full, every command as a line of shell."""
-    copy = [] if job.copied is None else [f"# would copy {len(job.copied)} files of code to {job.folder}/code\n"]
+    copy = [] if job.tree is None else [f"# would copy the code, tree {job.tree} of git, to {job.folder}/code\n"]
     parts = copy + [f"# would write {path}\n{text.rstrip()}\n" for path, text in plan.files.items()]
     hidden = "".join(f"{name}=*** " for name in plan.from_shell)
-    return "\n".join([*parts, "# would run", *(hidden + shlex.join(c) for c in plan.commands)])
+    return "\n".join([*parts, "# would run", hidden + shlex.join(plan.command)])
 
 
 def write(plan: Plan, job: Job) -> None:
@@ -615,11 +457,11 @@ def write(plan: Plan, job: Job) -> None:
     for path, text in plan.files.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
-    if job.copied is not None:
-        folder = Path(job.workdir)
-        words = [word for command in job.commands for word in command]
-        results = submit_snapshot.output_folders(folder, words)
-        submit_snapshot.take(folder, folder / job.folder / "code", job.copied, results)
+    if job.tree is not None:
+        folder, place = Path(job.workdir), Path(job.workdir, job.folder, "code")
+        submit_snapshot.make_output_folders(folder, [word for command in job.commands for word in command])
+        submit_snapshot.copy(folder, job.tree, place)
+        submit_snapshot.list_files(place)
 
 
 def submissions(run_dir: str) -> list[Path]:
@@ -648,61 +490,15 @@ def follow(argv: list[str]) -> int:
     return subprocess.run(["bash", "-c", line]).returncode
 
 
-def is_over(record: Path) -> bool:
-    """Return True if a submission neither waits nor runs; False also where nobody can tell."""
-    if json.loads(record.read_text())["backend"] == "local":
-        with suppress(OSError), open(record.parent.parent / "submit.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        return False
-    line = follow_up(record, "status")
-    if line is None:  # the scheduler did not take it
-        return True
-    asked = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
-    return (asked.returncode == 0 or "Invalid job id" in asked.stderr) and not GOING.search(asked.stdout)
-
-
-def clean(argv: list[str]) -> int:
-    """Run ``--clean FOLDER``: delete the copies of code of finished submissions, of one job or of all in FOLDER."""
-    if len(argv) != 2 or not Path(argv[1]).is_dir():
-        refuse("--clean: name a folder of jobs after it, such as runs/jobs, or that of one job")
-    records = submissions(argv[1]) + [record for place in Path(argv[1]).iterdir() for record in submissions(place)]
-    copies = [record for record in records if record.with_name("code").is_dir()]
-    over = [record for record in copies if is_over(record)]
-    for record in over:
-        shutil.rmtree(record.with_name("code"))
-    print(f"deleted {len(over)} copies of code; {len(copies) - len(over)} submissions may still wait or run")
-    return 0
-
-
-def hold(job: Job) -> int | None:
-    """Reject a second submission of a command that still waits or runs, with exit code HELD.
-
-    On this machine the descriptor that is returned is the hold; elsewhere the scheduler is asked.
-    """
-    if job.backend == "local":
-        Path(job.run_dir).mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(f"{job.run_dir}/submit.lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held(f"{job.run_id}: this command is running already; wait for its end, or give this one a --name")
-        except OSError:  # a file system without locks
-            pass
-        return descriptor
+def check_no_other(job: Job) -> None:
+    """Reject a second submission of a command that waits or runs on Slurm or Ray, with exit code HELD."""
     for record in submissions(job.run_dir)[-1:] if job.backend in ("slurm", "ray") else []:
         line = follow_up(record, "status")
         said = subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout if line else ""
         if GOING.search(said):
             cancel = follow_up(record, "cancel")
-            held(f"{job.run_id}: this command still waits or runs; cancel it ({cancel}), or give this one a --name")
-    return None
-
-
-def held(message: str) -> NoReturn:
-    """Exit with code HELD."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(HELD)
+            text = f"this command still waits or runs; cancel it ({cancel}), or give this one a --name"
+            refuse(f"{job.run_id}: {text}", HELD)
 
 
 def check_dependencies(job: Job) -> None:
@@ -717,16 +513,13 @@ def check_dependencies(job: Job) -> None:
 
 def job_environment() -> dict[str, str]:
     """Return the environment of this shell without the variables set by an allocation or a launcher around it."""
-    inside = "SLURM_JOB_ID" in os.environ
-    drop = [name for name in os.environ if OF_THIS_JOB.fullmatch(name)]
-    drop += [name for name in os.environ if inside and OF_THIS_ALLOCATION.fullmatch(name)]
-    return {name: value for name, value in os.environ.items() if name not in drop}
+    drop = [OF_THIS_JOB, OF_THIS_ALLOCATION] if "SLURM_JOB_ID" in os.environ else [OF_THIS_JOB]
+    return {name: value for name, value in os.environ.items() if not any(part.fullmatch(name) for part in drop)}
 
 
-def run_here(command: list[str], lock: int | None) -> int:
+def run_here(command: list[str]) -> int:
     """Run a job on this machine and return its exit code. A first Ctrl-C asks it to stop, a second kills it all."""
-    keep = () if lock is None else (lock,)
-    process = subprocess.Popen(command, start_new_session=True, env=job_environment(), pass_fds=keep)
+    process = subprocess.Popen(command, start_new_session=True, env=job_environment())
     asked = []
 
     def stop(signum: int, frame: object) -> None:
@@ -736,89 +529,61 @@ def run_here(command: list[str], lock: int | None) -> int:
         else:
             os.killpg(process.pid, signal.SIGKILL)
 
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        code = process.wait()
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what the job left behind
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, stop)
+    code = process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what the job left behind
     return code if code >= 0 else 128 - code
 
 
-def start(job: Job, plan: Plan, lock: int | None) -> int:
-    """Run the commands of a plan, keep the number that the scheduler prints, and return the exit code."""
-    number = ""
-    for command in plan.commands:
-        if job.backend == "local":
-            code = run_here(command, lock)
-        elif "{job}" in plan.follow.get("status", ""):
-            done = subprocess.run(command, env=job_environment(), stdout=subprocess.PIPE, text=True)
-            code = done.returncode
-            print(done.stdout, end="", flush=True)
-            number = done.stdout.strip().partition(";")[0]
-            Path(job.folder, "job.id").write_text(f"{number}\n")
-        else:
-            code = subprocess.run(command, env=job_environment()).returncode
-        if code != 0:
-            return code
-    for what, line in plan.follow.items():
+def start(job: Job, plan: Plan) -> int:
+    """Run the command of a plan, keep the number that the scheduler prints, and return the exit code."""
+    if job.backend == "local":
+        return run_here(plan.command)
+    numbered = "{job}" in plan.follow.get("status", "")
+    done = subprocess.run(plan.command, env=job_environment(), stdout=subprocess.PIPE if numbered else None, text=True)
+    number = done.stdout.strip().partition(";")[0] if numbered else ""
+    if numbered:
+        print(done.stdout, end="", flush=True)
+        Path(job.folder, "job.id").write_text(f"{number}\n")
+    for what, line in plan.follow.items() if done.returncode == 0 else ():
         print(f"{what + ':':8}{line.replace('{job}', number)}", file=sys.stderr)
-    return 0
+    return done.returncode
 
 
 def warn(job: Job) -> None:
-    """Say what is lost at a restart, with the container or the upload, and what mason.py would do otherwise."""
-    if job.backend == "beaker" and len(job.commands) > 1:
-        print(
-            f"note: the {len(job.commands)} commands run one after the other in one task, where mason.py would make "
-            f"parallel tasks of them; for those submit each on its own",
-            file=sys.stderr,
-        )
+    """Report what is lost at a restart, with the container or the upload."""
     if job.max_retries == 0:
         return
-    if "mount" in BACKENDS[job.backend][1] and not job.mount:
+    if job.backend in ("skypilot", "beaker") and not job.mount:
         words = "a restart starts from scratch, since a container's disk is deleted with it"
         print(f"warning: no --mount: {words}", file=sys.stderr)
-    if job.backend == "ray":
-        for words in job.commands:
-            line = " ".join(words).replace("--output-dir", "--output_dir").replace("=", " ")
-            if file_at(list(words)) is not None and "--output_dir /" not in line and "--output_dir s3" not in line:
-                print(
-                    f"warning: {shlex.join(words[:3])} ...: without an absolute --output_dir its results are in the "
-                    f"copy of this folder that Ray deletes",
-                    file=sys.stderr,
-                )
-                return
+    results = re.compile("--output[_-]dir[ =](/|s3)")
+    if job.backend == "ray" and any(file_at(words) and not results.search(" ".join(words)) for words in job.commands):
+        words = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
+        print(f"warning: {words}", file=sys.stderr)
 
 
 def main(argv: list[str]) -> int:
     """Submit a command line, and return the exit code."""
-    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel", "--clean"):
-        return clean(argv) if argv[0] == "--clean" else follow(argv)
-    args, commands = parse(argv)
-    job = make_job(args, commands, parses=True)
+    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel"):
+        return follow(argv)
+    job = make_job(*parse(argv), parses=True)
     plan = render(job)
     check_secrets(job, plan, dict(os.environ))
-    if job.backend != "beaker":
-        for command in commands:
-            check_files(command, Path(job.workdir or "."))
-    if args.dry_run:
+    if job.dry_run:
         print(show(plan, job))
         return 0
-    try:
-        if job.backend == "slurm":
-            check_dependencies(job)
-        lock = hold(job)
-        write(plan, job)
-        print(f"{job.run_id}: {job.folder}", file=sys.stderr, flush=True)
-        warn(job)
-        return start(job, plan, lock)
-    except FileNotFoundError as error:
-        if error.filename not in ("scontrol", *(command[0] for command in plan.commands)):
-            raise
-        refuse(f"--backend {job.backend}: {error.filename} is not installed here; --dry_run needs no cluster")
+    if shutil.which(plan.command[0]) is None:
+        refuse(f"--backend {job.backend}: {plan.command[0]} is not installed here; --dry_run needs no cluster")
+    if job.backend == "slurm":
+        check_dependencies(job)
+    check_no_other(job)
+    write(plan, job)
+    print(f"{job.run_id}: {job.folder}", file=sys.stderr, flush=True)
+    warn(job)
+    return start(job, plan)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Backends of scripts/submit.py: for each a function Job -> Plan, the files to write and the commands to run.
+"""Backends of scripts/submit.py: for each a function Job -> Plan, the files to write and the command to run.
 
 The scripts and specifications themselves are in scripts/templates, to be read and edited there: job.sh runs on every
 node, slurm.sh is Slurm's batch script, the .yaml files are for Ray, SkyPilot and Beaker. Standard library only, so that
@@ -7,62 +7,36 @@ it runs on a login node.
 
 from __future__ import annotations
 
+import argparse
 import base64
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import shlex
-import subprocess
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import submit_snapshot
+
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 PYTHON = re.compile(r"python[\d.]*")
 LAUNCHERS = {"accelerate", "torchrun", "deepspeed", "launch.py", "torch.distributed.run"}  # they start the processes
+CORES_PER_GPU = 8  # on Slurm without --cpus, where a job would have a single one
 GRACE = 180  # seconds between the request to stop and the end, where a backend lets us choose
 
 
-@dataclass(frozen=True)
-class Job:
-    """Command and resources of a job, the same for all backends. Sizes are per node."""
+class Job(argparse.Namespace):
+    """The flags of a submission by their names, with sizes per node, and what scripts/submit.py derives from them:
 
-    backend: str
-    name: str
-    run_id: str
-    run_dir: str
-    submitted: str  # time of the submission, and four random digits; its files and marks are in a folder of that name
-    commands: tuple[tuple[str, ...], ...]
-    setup: str | None = None  # lines of shell
-    git: dict[str, Any] = field(default_factory=dict)
-    code: str | None = None  # files that differ from those of the image, as base64 of a tar
-    workdir: str | None = None
-    cluster: tuple[str, ...] = ()
-    workspace: str | None = None
-    account: str | None = None
-    priority: str | None = None
-    preemptible: bool = False
-    num_nodes: int = 1
-    gpus: int = 0
-    gpu_type: str | None = None
-    cpus: int | None = None
-    mem: int | None = None  # GiB
-    time: int | None = None  # seconds
-    image: str | None = None
-    mount: tuple[tuple[str, str], ...] = ()  # (source, absolute path)
-    env: tuple[tuple[str, str], ...] = ()
-    secret: tuple[str, ...] = ()
-    stores: tuple[str, ...] = ()  # the names of the secrets in the cluster's store
-    max_retries: int = 10
-    depends_on: tuple[str, ...] = ()
-    array_parallelism: int | None = None
-    scheduler_args: tuple[str, ...] = ()
-    copied: tuple[str, ...] | None = None  # files of the copy in which the job runs; None: it runs in ``workdir``
-    label: str | None = None  # name in the scheduler's lists; default: the run id
+    ``run_id``, ``run_dir``, ``commands``, ``git`` (commit, dirty, diff); ``submitted``, the time and four random
+    digits, which name the folder of its files and marks; ``tree`` of git, in a copy of which the job runs, or None: it
+    runs in ``workdir``; ``code``, files that differ from those of the image, as base64 of a tar; ``stores``, the names
+    of the secrets in the cluster's store; ``label``, its name in the scheduler's lists.
+    """
 
     @property
     def folder(self) -> str:
@@ -77,10 +51,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions of a submission: files to write (path -> text), then commands to run, then secrets taken from here."""
+    """Actions of a submission: files to write (path -> text), then a command to run; secrets are taken from here."""
 
     files: dict[str, str]
-    commands: list[list[str]]
+    command: list[str]
     from_shell: tuple[str, ...] = ()
     follow: dict[str, str] = field(default_factory=dict)  # logs, status, cancel -> a line of shell; {job}: its number
 
@@ -165,10 +139,10 @@ def has_launcher(words: list[str]) -> bool:
 
 
 def in_copy(word: str, job: Job) -> str:
-    """Replace the absolute path of a copied script by the path of the copy, and keep any other word."""
-    if job.copied is not None and os.path.isabs(word) and word.endswith((".py", ".sh")):
-        name = os.path.relpath(word, job.workdir)
-        if name in job.copied:
+    """Replace the absolute path of a script in the job's folder by its path in the copy, and keep any other word."""
+    if job.tree is not None and os.path.isabs(word) and word.endswith((".py", ".sh")):
+        name = submit_snapshot.relative(word, job.workdir)
+        if not name.startswith("../"):
             return os.path.join(job.workdir, job.folder, "code", name)
     return word
 
@@ -187,11 +161,6 @@ def command_function(number: int, command: tuple[str, ...], job: Job) -> str:
         rest = " ".join(quote(word) for word in words[file:])
         steps.append(f"begin_command {line_of([*words[:file], *launcher])} {place} {rest}")
     return f"command_{number}() {{\n    " + " &&\n    ".join(steps) + "\n}"
-
-
-def functions(ask: str) -> str:
-    """Return the shell functions of all scripts. ask: the shell command that asks $child to stop."""
-    return fill("functions.sh", str, {"ask": ask})
 
 
 def node_script(
@@ -215,7 +184,7 @@ def node_script(
     commit = job.git.get("commit")
     workdir = None if job.workdir is None else quote(job.workdir)
     copy = None
-    if job.copied is not None:
+    if job.tree is not None:
         copy = fill("copy.sh", str, {"copy": quote(f"{job.folder}/code"), "workdir": workdir})
     numbers = range(1, len(job.commands) + 1)
     fields = {
@@ -228,7 +197,7 @@ def node_script(
         "code": None if job.code is None else f"base64 -d <<'CODE' | tar -xzof - || exit 1\n{job.code}CODE",
         "run_dir": quote(folder) + ("" if task is None else f'/task_"{task}"'),
         "env": [f"{name}={quote(value)}" for name, value in job.env],
-        "functions": functions(ask),
+        "functions": fill("functions.sh", str, {"ask": ask}),
         "num_nodes": job.num_nodes if several else None,
         "rank": rank,
         "address": address,
@@ -247,9 +216,13 @@ def node_script(
 # --------------------------------------------------------------------------------------------------------- the backends
 
 
-def derived_port(job: Job) -> str:
-    """Derive a port that all nodes know without communicating. accelerate exits at once if it is taken."""
-    return str(20000 + int(hashlib.sha256(job.run_id.encode()).hexdigest(), 16) % 10000)
+def place_of(job: Job, rank: str, address: str) -> dict[str, str]:
+    """Return the shell expressions by which a node of several knows its place; {} for one node.
+
+    The port follows from the run id, since the nodes cannot ask each other. accelerate exits at once if it is taken.
+    """
+    port = 20000 + int(hashlib.sha256(job.run_id.encode()).hexdigest(), 16) % 10000
+    return {"rank": rank, "address": address, "port": str(port)} if job.num_nodes > 1 else {}
 
 
 def options(fields: dict[str, Any]) -> list[str]:
@@ -260,20 +233,18 @@ def options(fields: dict[str, Any]) -> list[str]:
 def shared_fields(job: Job) -> dict[str, Any]:
     """Return the fields that templates of several backends use."""
     return {
-        **dataclasses.asdict(job),
+        **vars(job),
         "gpus": job.gpus or None,
         "preemptible": job.preemptible or None,
-        "secret": job.secret,
         "mount_source": [source for source, _ in job.mount],
         "mount_path": [path for _, path in job.mount],
-        "grace": GRACE,
     }
 
 
 def local(job: Job) -> Plan:
     """Plan a job on this machine: the script in a session of its own, the secrets already in the environment."""
     path = f"{job.folder}/job.sh"
-    return Plan({path: node_script(job, restarts=job.max_retries)}, [["bash", path]], job.secret)
+    return Plan({path: node_script(job, restarts=job.max_retries)}, ["bash", path], job.secret)
 
 
 def slurm(job: Job) -> Plan:
@@ -288,14 +259,14 @@ def slurm(job: Job) -> Plan:
     script = node_script(job, **place, task=task, together=job.num_nodes, ask=": # scancel reaches every process")
     # The last task of an array has the number of the array as its SLURM_JOB_ID, which would mean all tasks.
     number = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if array else "$SLURM_JOB_ID"
-    cpus = job.cpus or (job.gpus * cores_per_gpu(job.cluster) if job.gpus else None)
+    cpus = job.cpus or (job.gpus * CORES_PER_GPU or None)
     srun = ["srun", "--kill-on-bad-exit=1", *options({"cpus-per-task": cpus}), "bash", f"{job.folder}/job.sh"]
     fields = {
         "run_id": job.run_id,
         "workdir": quote(job.workdir or "."),
         "run_dir": quote(job.run_dir) + (f'/task_"{task}"' if array else ""),
         "submitted": job.submitted,
-        "functions": functions(f'scancel --signal=TERM "{number}.0"'),
+        "functions": fill("functions.sh", str, {"ask": f'scancel --signal=TERM "{number}.0"'}),
         "srun": line_of(srun),
         "max_retries": job.max_retries,
         "job": f'"{number}"',
@@ -303,7 +274,7 @@ def slurm(job: Job) -> Plan:
     log = f"{job.run_dir}/slurm-{{}}.out"
     gpus = f"{job.gpu_type}:{job.gpus}" if job.gpu_type else job.gpus
     sbatch = {
-        "job-name": job.label or job.run_id,
+        "job-name": job.label,
         "comment": job.run_id,
         "output": log.format("%A_%a" if array else "%j"),
         "open-mode": "append",
@@ -329,29 +300,7 @@ def slurm(job: Job) -> Plan:
         "status": "squeue -h -o '%i %j %T %M %R' -j {job}",
         "cancel": "scancel {job}",
     }
-    return Plan(files, [words], job.secret, follow)
-
-
-def cores_per_gpu(partitions: tuple[str, ...]) -> int:
-    """Return the cores to request per GPU on Slurm (its default is one core for all): a node's cores over its GPUs.
-
-    The node with the fewest counts, as reported by sinfo; 8 if sinfo does not answer.
-    """
-    words = ["sinfo", "-h", "-N", "-o", "%c %G", *options({"partition": ",".join(partitions) or None})]
-    try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=30).stdout
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return 8
-    shares = []
-    for line in said.splitlines():
-        cores, _, resources = line.partition(" ")
-        gpus = sum(int(n) for n in re.findall(r"\bgpu:(?:[^:,(]+:)?(\d+)", resources))
-        if gpus:
-            shares.append(max(int(cores.rstrip("+")) // gpus, 1))
-    return min(shares, default=8)
-
-
-RAY_VERBS = {"logs": "logs", "status": "status", "cancel": "stop"}
+    return Plan(files, words, job.secret, follow)
 
 
 def ray(job: Job) -> Plan:
@@ -374,17 +323,15 @@ def ray(job: Job) -> Plan:
     script = base64.b64encode(node_script(job, restarts=job.max_retries).encode()).decode()
     text = fill("ray.yaml", in_yaml, {"script": script, "grace": GRACE})
     words = ["ray", "job", "submit", "--no-wait", *address, *options(submit), *job.scheduler_args]
-    follow = {name: ["ray", "job", verb, *address, submit["submission-id"]] for name, verb in RAY_VERBS.items()}
-    follow = {name: line_of(line) for name, line in follow.items()}
-    return Plan({path: text}, [[*words, "--", "python3", "-c", runner]], follow=follow)
+    verbs = {"logs": "logs", "status": "status", "cancel": "stop"}
+    follow = {name: line_of(["ray", "job", verb, *address, submit["submission-id"]]) for name, verb in verbs.items()}
+    return Plan({path: text}, [*words, "--", "python3", "-c", runner], follow=follow)
 
 
 def skypilot(job: Job) -> Plan:
     """Plan ``sky jobs launch``: a managed job, which SkyPilot moves elsewhere when its machines are preempted."""
-    place = {}
-    if job.num_nodes > 1:
-        address = '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"'
-        place = {"rank": '"$SKYPILOT_NODE_RANK"', "address": address, "port": derived_port(job)}
+    address = '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"'
+    place = place_of(job, '"$SKYPILOT_NODE_RANK"', address)
     buckets = [mount for mount in job.mount if "://" in mount[0]]
     volumes = [mount for mount in job.mount if "://" not in mount[0]]  # of Kubernetes: `sky volumes`
     fields = shared_fields(job) | {
@@ -405,7 +352,7 @@ def skypilot(job: Job) -> Plan:
         "status": f"sky jobs queue | grep -F {fields['name']}",
         "cancel": f"sky jobs cancel --yes --name {fields['name']}",
     }
-    return Plan({path: fill("skypilot.yaml", in_yaml, fields)}, [command], job.secret, follow)
+    return Plan({path: fill("skypilot.yaml", in_yaml, fields)}, command, job.secret, follow)
 
 
 def dns_name(job: Job) -> str:
@@ -419,10 +366,7 @@ def dns_name(job: Job) -> str:
 def beaker(job: Job) -> Plan:
     """Plan ``beaker experiment create``: one task, whose replicas are the nodes."""
     multi = job.num_nodes > 1
-    place = {}
-    if multi:
-        address = '"$BEAKER_LEADER_REPLICA_HOSTNAME"'
-        place = {"rank": '"$BEAKER_REPLICA_RANK"', "address": address, "port": derived_port(job)}
+    place = place_of(job, '"$BEAKER_REPLICA_RANK"', '"$BEAKER_LEADER_REPLICA_HOSTNAME"')
     docker = job.image.startswith("docker:")
     fields = shared_fields(job) | {
         "beaker_image": None if docker else job.image,
@@ -435,24 +379,7 @@ def beaker(job: Job) -> Plan:
     }
     path = f"{job.folder}/beaker.yaml"
     words = ["beaker", "experiment", "create", *(["--workspace", job.workspace] if job.workspace else [])]
-    return Plan({path: fill("beaker.yaml", in_yaml, fields)}, [[*words, *job.scheduler_args, path]])
+    return Plan({path: fill("beaker.yaml", in_yaml, fields)}, [*words, *job.scheduler_args, path])
 
 
-SIZES = {"gpus", "cpus", "mem"}
-CONTAINER = {"image", "mount", "secret"}
-# Each backend's function, and the flags it takes beside those in EVERYWHERE.
-BACKENDS: dict[str, tuple[Callable[[Job], Plan], set[str]]] = {
-    "local": (local, {"gpus", "secret", "workdir", "live"}),
-    "slurm": (
-        slurm,
-        SIZES | {"cluster", "account", "priority", "num_nodes", "time", "secret", "workdir"}
-        | {"depends_on", "array_parallelism", "live", "scheduler_args"},
-    ),
-    "ray": (ray, SIZES | {"cluster", "scheduler_args"}),
-    "skypilot": (skypilot, SIZES | CONTAINER | {"cluster", "preemptible", "num_nodes", "scheduler_args"}),
-    "beaker": (
-        beaker,
-        SIZES | CONTAINER | {"cluster", "workspace", "account", "priority", "preemptible", "num_nodes", "time"}
-        | {"workdir", "scheduler_args"},
-    ),
-}  # fmt: skip
+BACKENDS = {plan.__name__: plan for plan in (local, slurm, ray, skypilot, beaker)}

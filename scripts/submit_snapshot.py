@@ -1,172 +1,126 @@
-"""Copy the code of a folder for one submission: later edits, checkouts and submissions do not change what its job runs.
+"""Take a snapshot of the code in a folder as a tree of git, and make the copy of it in which a job runs.
 
-A shared file system may take tens of milliseconds for each operation: a file takes seven here, and many files are on
-their way at a time. Standard library only, so that it runs on a login node.
+Git decides what a tracked file is, and which modes and symbolic links it keeps; its own index is not touched. Standard
+library only, so that it runs on a login node.
 """
 
 from __future__ import annotations
 
-import errno
+import base64
 import itertools
 import os
 import re
-import stat
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from runtime.system import git
 
-CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of new files that are taken along as well
-PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".pdf")
-LARGEST = 2**20  # bytes of a file that is copied; a larger one is data, and is linked
-MOST = 10_000  # files; more are no folder of code
-NO_CODE = {"__pycache__", "node_modules", "runs", "models"}
-SUBMISSION = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")  # the name of a submission's folder
-OUTPUT = re.compile(r"--\w*[_-]dir")
+CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of new files that are part of a snapshot as well
+NO_CODE = (":!runs", ":(exclude,glob)**/????????-??????-????/**")  # results, and the folders of other submissions
+PARALLEL = ("-c", "checkout.workers=16")  # a shared disk may take tens of milliseconds for each operation
 
 
-def code_files(folder: Path, named: Iterable[str]) -> list[str]:
-    """Return the code in ``folder`` as relative paths: what git tracks, new files of code, and the scripts ``named``.
+def run_git(folder: Path, *words: str, names: Iterable[str] = (), env: dict[str, str] | None = None) -> str:
+    """Return the output of a git command in ``folder``, which reads ``names``. Raises ValueError if it fails."""
+    options = {"input": os.fsencode("\0".join(names)), "capture_output": True, "env": os.environ | (env or {})}
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, **options)
+    except FileNotFoundError:
+        raise ValueError("it is not installed here") from None
+    if done.returncode != 0:
+        raise ValueError(os.fsdecode(done.stderr).strip())
+    return os.fsdecode(done.stdout)
 
-    Files of code are new if git neither tracks nor ignores them. Without git, every file of code counts that is not in
-    a hidden folder or an environment of Python. Raises ValueError for more than ``MOST`` files.
+
+def listed(folder: Path, command: str, *words: str, env: dict[str, str] | None = None) -> list[str]:
+    """Return the entries that a git command in ``folder`` lists."""
+    return run_git(folder, command, "-z", *words, env=env).split("\0")[:-1]
+
+
+@contextmanager
+def index_of(folder: Path, tree: str) -> Iterator[dict[str, str]]:
+    """Yield the environment in which git has an index of ``tree`` for ``folder``, apart from the index of its user."""
+    with tempfile.TemporaryDirectory() as place:
+        repository = run_git(folder, "rev-parse", "--absolute-git-dir").removesuffix("\n")
+        env = {"GIT_DIR": repository, "GIT_WORK_TREE": str(folder), "GIT_INDEX_FILE": f"{place}/index"}
+        run_git(folder, "read-tree", tree, env=env)
+        yield env
+
+
+def take(folder: Path, words: Sequence[str] = ()) -> tuple[str, str]:
+    """Return two trees of git: ``folder`` in the last commit, and ``folder`` as it is now.
+
+    The second has the tracked files, new files of code that git does not ignore, and the scripts among ``words``, the
+    words of a command. Raises ValueError outside a repository.
     """
-    names = listed(folder, "--recurse-submodules")
-    for name in listed(folder, "--others", "--exclude-standard"):
-        if name.endswith(CODE) and not is_result(name):
-            names.add(name)
-    if not names and not git.output(folder, "rev-parse", "--git-dir"):
-        names = found(folder)
-    for name in inside(folder, named):
-        if not is_result(name):
-            names.add(name)
-    if len(names) > MOST:
-        raise ValueError(f"{folder} has more than {MOST} files of code")
-    return sorted(name for name in names if not name.endswith(PICTURES))
+    empty = run_git(folder, "mktree").strip()
+    base = git.output(folder, "rev-parse", "--verify", "--quiet", "HEAD:./").strip() or empty
+    changed = ["ls-files"] if base == empty else ["diff", "--name-only", "--relative", "--no-renames", "HEAD"]
+    new = ["ls-files", "--others", "--exclude-standard", "--", *(f"*{ending}" for ending in CODE), *NO_CODE]
+    names = [*listed(folder, *changed), *listed(folder, *new)]
+    for word in words:
+        name = relative(folder / word, folder) if word.endswith(CODE) else "../"
+        if not name.startswith(("../", "runs/")) and os.path.isfile(folder / name):  # also one that git ignores
+            names += listed(folder, "ls-files", "--others", "--", f":(literal){name}")
+    with index_of(folder, base) as env:
+        run_git(folder, "update-index", "--add", "--remove", "-z", "--stdin", names=names, env=env)
+        return base, run_git(folder, "write-tree", env=env).strip()
 
 
-def is_result(name: str) -> bool:
-    """Return True for a file in runs/, or in the folder of another submission."""
-    folders = Path(name).parts[:-1]
-    return folders[:1] == ("runs",) or any(map(SUBMISSION.fullmatch, folders))
+def relative(path: str | Path, folder: str | Path) -> str:
+    """Return the path relative to ``folder``, also where one of the two goes through a symbolic link."""
+    place = os.path.realpath(os.path.dirname(path))
+    return os.path.relpath(os.path.join(place, os.path.basename(path)), os.path.realpath(folder))
 
 
-def listed(folder: Path, *options: str) -> set[str]:
-    """Return the files that ``git ls-files`` lists."""
-    names = git.output(folder, "ls-files", "-z", *options)
-    return set(names.split("\0")) - {""}
+def changed_code(folder: Path, base: str, tree: str) -> str | None:
+    """Return the files of code that ``base`` lacks or has in another version, as base64 of a tar; None without any.
 
-
-def found(folder: Path) -> set[str]:
-    """Find the files of code in a folder without a repository, a few more than ``MOST`` at most."""
-    names = set()
-    for place, folders, files in os.walk(folder):
-        if "pyvenv.cfg" in files:
-            folders.clear()
-            continue
-        folders[:] = [name for name in folders if name[0] != "." and name not in NO_CODE]
-        for file in files:
-            if file.endswith(CODE):
-                names.add(os.path.relpath(os.path.join(place, file), folder))
-        if len(names) > MOST:
-            break
-    return names
-
-
-def inside(folder: Path, named: Iterable[str]) -> list[str]:
-    """Return the files among ``named`` that lie in ``folder``, as paths relative to it."""
-    paths = [os.path.relpath(folder / name, folder) for name in named]
-    return [path for path in paths if not path.startswith("..")]
-
-
-def output_folders(folder: Path, words: Sequence[str]) -> list[Path]:
-    """Return the folders that a command's options name for results (``--output_dir out``), if they are relative."""
-    pairs = list(itertools.pairwise(words))
-    pairs += [tuple(word.split("=", 1)) for word in words if "=" in word]
-    places = []
-    for option, value in pairs:
-        if OUTPUT.fullmatch(option) and re.match(r"[^-~$/]", value):
-            places.append(folder / value)
-    return places
-
-
-def take(folder: Path, copy: Path, files: Sequence[str], results: Sequence[Path]) -> None:
-    """Copy ``files`` of ``folder`` to the new folder ``copy``, and link everything else in ``folder`` from there.
-
-    results: folders to make in ``folder`` if they are missing, so that they are linked as well.
-    ``copy`` gets a sibling ``code.files``, the list of what was copied.
+    An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
     """
-    for place in results:
-        place.mkdir(parents=True, exist_ok=True)
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    places = {"."}
-    for name in files:
-        places.update(map(str, Path(name).parents))
-    with ThreadPoolExecutor(32) as pool:
-        for _, level in itertools.groupby(sorted(places, key=depth), depth):
-            list(pool.map(lambda place: os.mkdir(copy / place), level))
-        copied = list(pool.map(lambda name: copy_file(folder, copy, name), files))
-        copied = set(itertools.compress(files, copied))
-        there = copied | places
-        list(pool.map(lambda place: link_rest(folder, copy, place, there), places))
-    lines = [f"./{name}\n".encode(errors="surrogateescape") for name in copied]
-    copy.with_name("code.files").write_bytes(b"".join(sorted(lines)))
+    changed = listed(folder, "diff", "--name-only", "--no-renames", "--diff-filter=d", base, tree)
+    names = [name for name in changed if name.endswith(CODE)]
+    if not names:
+        return None
+    env = {"GIT_LITERAL_PATHSPECS": "1"}
+    packed = run_git(folder, "archive", "--format=tar.gz", tree, "--", *names, env=env)
+    return base64.encodebytes(os.fsencode(packed)).decode()
 
 
-def depth(place: str) -> int:
-    """Return the number of folders above a folder."""
-    return len(Path(place).parts)
+def make_output_folders(folder: Path, words: Sequence[str]) -> None:
+    """Make the relative folders that a command names for results (``--output_dir out``), so that a copy links them."""
+    for flag, name in itertools.pairwise(part for word in words for part in word.split("=", 1)):
+        if re.fullmatch(r"--\w*[_-]dir", flag) and re.match("[^-~$/]", name):
+            (folder / name).mkdir(parents=True, exist_ok=True)
 
 
-def copy_file(folder: Path, copy: Path, name: str) -> bool:
-    """Copy a file or a symbolic link; return False for what is no file, or a large one, or is not there."""
-    try:
-        source = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return copy_link(folder, copy, name)
-        return False
-    try:
-        state = os.fstat(source)
-        if not stat.S_ISREG(state.st_mode) or state.st_size > LARGEST:
-            return False
-        content = os.read(source, state.st_size)
-        while len(content) < state.st_size:
-            more = os.read(source, state.st_size)
-            if not more:
-                break
-            content += more
-    finally:
-        os.close(source)
-    mode = stat.S_IMODE(state.st_mode)
-    goal = os.open(copy / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        while content:
-            written = os.write(goal, content)
-            content = content[written:]
-    finally:
-        os.close(goal)
-    return True
+def copy(folder: Path, tree: str, place: Path) -> None:
+    """Check ``tree`` out in the new folder ``place``, and link everything else in ``folder`` from there.
+
+    A symbolic link that leads out of ``folder`` keeps its goal. Submodules are copied as they are now.
+    """
+    place.mkdir(parents=True, exist_ok=True)
+    with index_of(folder, tree) as env:
+        run_git(folder, *PARALLEL, "checkout-index", "--all", f"--prefix={place}/", env=env)
+        tracked = listed(folder, "ls-files", "--stage", env=env)
+        others = listed(folder, "ls-files", "--others", "--directory", env=env)
+    for name in others:
+        if Path(name).name != "__pycache__":
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).symlink_to(folder / name)
+    for entry in tracked:
+        mode, name = entry[:6], entry.partition("\t")[2]
+        if mode == "120000" and relative(goal := os.path.realpath(folder / name), folder).startswith("../"):
+            (place / name).unlink()
+            (place / name).symlink_to(goal)
+        elif mode == "160000" and (folder / name / ".git").exists():
+            copy(folder / name, take(folder / name)[1], place / name)
 
 
-def copy_link(folder: Path, copy: Path, name: str) -> bool:
-    """Copy a symbolic link; one that leads out of ``folder`` keeps its goal. One that leads nowhere: return False."""
-    goal = os.path.realpath(folder / name)
-    if not os.path.exists(goal):
-        return False
-    if Path(goal).is_relative_to(os.path.realpath(folder)):
-        goal = os.readlink(folder / name)
-    os.symlink(goal, copy / name)
-    return True
-
-
-def link_rest(folder: Path, copy: Path, place: str, there: set[str]) -> None:
-    """Link what is in the folder ``place`` of ``folder`` and not in ``there``, which has what ``copy`` has already."""
-    with suppress(FileNotFoundError):
-        for entry in os.scandir(folder / place):
-            name = os.path.normpath(os.path.join(place, entry.name))
-            if entry.name in ("__pycache__", ".git") or name in there:
-                continue
-            os.symlink(os.path.abspath(folder / name), copy / name)
+def list_files(place: Path) -> None:
+    """Write the list of the files in a copy beside it, by which its job knows the files that are new."""
+    files = [os.path.relpath(os.path.join(top, name), place) for top, _, names in os.walk(place) for name in names]
+    place.with_name("code.files").write_bytes(b"".join(sorted(os.fsencode(f"./{name}\n") for name in files)))

@@ -30,10 +30,10 @@ import measure_kl
 import numpy as np
 import pandas as pd
 import plot
+from intervals import mean_interval
 
 import grpo
 from runtime.arguments.flags import PRESENTATION
-from runtime.run.intervals import mean_interval
 from runtime.system import process
 
 matplotlib.use("Agg")  # no display on a cluster

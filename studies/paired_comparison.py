@@ -44,11 +44,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy would start threads,
 import is_finished
 import run_many
 import script_loader
+from intervals import mean_interval
 
 from runtime.arguments import flags
 from runtime.run import directory
-from runtime.run.intervals import Z, interval_text, mean_interval
 from runtime.run.run_files import read
+from runtime.run.verdict import Z, interval_text
 from runtime.system import process
 
 PLACE = "--output_dir runs/ab "

@@ -29,8 +29,7 @@ def reason_for_none() -> str:
 class Slurm:
     """A context with munged, slurmctld and a slurmd per node, with all their files in one folder."""
 
-    def __init__(self, folder: Path, nodes: int = 1, gpus: int = 0):
-        """``gpus``: with so many invented ones in each node, and jobs bound to their cores."""
+    def __init__(self, folder: Path, nodes: int = 1):
         self.folder, self.nodes, self.processes = folder, Nodes(count=nodes), []
         self.env = clean_environment()
         self.env |= {"OMP_NUM_THREADS": "1", "SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
@@ -43,23 +42,18 @@ class Slurm:
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o600)
-        binding = "affinity" if gpus else "none"
-        gres = f" Gres=gpu:{gpus}" if gpus else ""
-        devices = ",".join(f"/dev/{name}" for name in ("null", "zero", "full", "random")[:gpus])
-        (folder / "gres.conf").write_text(f"Name=gpu File={devices}\n" if gpus else "")
         (folder / "slurm.conf").write_text(
             f"ClusterName=test\nSlurmctldHost={first}({first_address})\nSlurmUser=root\nSlurmdUser=root\n"
             f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.socket\nCryptoType=crypto/munge\n"
             f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool.%n\n"
             f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.%n.pid\n"
             f"SlurmctldLogFile={folder}/slurmctld.log\nSlurmdLogFile={folder}/slurmd.%n.log\n"
-            f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/{binding}\nMpiDefault=none\nSwitchType=switch/none\n"
+            f"ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nSwitchType=switch/none\n"
             "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none\n"
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nReturnToService=2\nKillWait=60\n"
             "SchedulerParameters=batch_sched_delay=0,sched_interval=2\n"
             "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
-            + ("GresTypes=gpu\n" if gpus else "")
-            + "".join(f"{line} CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN{gres}\n" for line in lines)
+            + "".join(f"{line} CPUs={os.cpu_count()} RealMemory=1000 State=UNKNOWN\n" for line in lines)
             + f"PartitionName=test Nodes={','.join(hosts)} Default=YES MaxTime=INFINITE State=UP GraceTime=60\n"
             + f"PartitionName=urgent Nodes={','.join(hosts)} PriorityTier=9 PreemptMode=OFF\n"
         )
@@ -122,6 +116,8 @@ class Slurm:
 
     def submission(self, cwd: Path, *words: str, **options) -> subprocess.CompletedProcess:
         """scripts/submit.py of ``cwd``, or of this project where it has none, on the first node."""
+        if not (cwd / ".git").exists():
+            subprocess.run(["git", "init", "-q"], cwd=cwd, check=True)
         script = cwd / "scripts" / "submit.py"
         script = script if script.exists() else ROOT / "scripts" / "submit.py"
         return self.call(sys.executable, str(script), "--backend", "slurm", *words, cwd=cwd, **options)

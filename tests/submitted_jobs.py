@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import subprocess
@@ -14,6 +13,7 @@ import yaml
 from helpers import ROOT
 
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py")]
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
 COMMAND = ["python", "grpo.py", "--beta", "0.03", "--system_prompt", 'It\'s <answer>$5</answer>, "not" {a: 1}\n']
 
 
@@ -25,14 +25,30 @@ def job_of(backend: str, flags: str, *commands: list[str]):
     job = submit.make_job(*submit.parse(argv))
     git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
     workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
-    copied = None if job.copied is None else ()
-    held = {"submitted": "20260101-120000-1a2b", "git": git, "code": None, "workdir": workdir, "copied": copied}
-    return dataclasses.replace(job, **held)
+    held = {"submitted": "20260101-120000-1a2b", "git": git, "code": None, "workdir": workdir}
+    return with_changes(job, **held, tree=job.tree and "89abcdef01234567")
+
+
+def with_changes(job, **changes):
+    """A copy of the job with other attributes."""
+    return submit.Job(**(vars(job) | changes))
 
 
 def in_place(job):
     """The job without a folder of its own to run in: its script runs where a test starts it."""
-    return dataclasses.replace(job, workdir=None, copied=None)
+    return with_changes(job, workdir=None, tree=None)
+
+
+def repository(folder: Path, **files: str) -> Path:
+    """A repository with one commit of these files; __ in a name stands for a slash, and _ for a dot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one", "--allow-empty"]):
+        subprocess.run([*GIT, *words], cwd=folder, check=True)
+    return folder
 
 
 def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
@@ -45,7 +61,6 @@ def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
     if backend == "beaker":
         (task,) = yaml.safe_load(texts["beaker.yaml"])["tasks"]
         return [*task["command"], *task["arguments"]], {}
-    (command,) = plan.commands
-    cut = command.index("--")
+    cut = plan.command.index("--")
     environment = yaml.safe_load(texts["ray.yaml"])["env_vars"]
-    return ["sh", "-c", subprocess.list2cmdline(command[cut + 1 :])], environment  # as Ray does
+    return ["sh", "-c", subprocess.list2cmdline(plan.command[cut + 1 :])], environment  # as Ray does

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from runtime.run.doctor import Case, Finding, examine
-from runtime.run.intervals import interval_text, paired_gain
 from runtime.run.run_files import control_of, read
 from runtime.system.process import write_whole
 
@@ -23,6 +25,39 @@ FACTS = {
     "sampler_logprob_diff": "log-prob difference of engine and trainer at most {:.1e} nats",
     "skipped_steps": "skipped optimizer steps {:.0f}",
 }
+
+Z = 1.959964  # the 97.5 % quantile of the normal distribution
+
+
+def interval_text(low: float, high: float, sign: str = "", digits: int = 3) -> str:
+    """Return both ends of an interval with at least ``digits`` decimals and as many, up to 9, as tell them apart.
+
+    sign: "+" writes the sign of both ends. An interval of width 0 is "all equal".
+    """
+    for count in range(digits, 10):
+        ends = [f"{end:{sign}.{count}f}" for end in (low, high)]
+        if float(ends[0]) != float(ends[1]):  # not as text: -0.000 to +0.000 says nothing either
+            return " to ".join(ends)
+    return "all equal"
+
+
+def paired_gain(before: Sequence[float], after: Sequence[float], spread: float = 1.0) -> tuple[float, float, float]:
+    """Return (gain, low, high): the mean over problems of after - before, and its interval.
+
+    ``spread`` is the largest possible change, 1 for rates. Half a problem that changes by it, half a one that changes
+    by its negative, and one that does not change are added for the interval (Agresti and Min 2005): else few problems
+    that do not change would prove a lot.
+    """
+    change = (np.array(after) - np.array(before)) / spread
+    count = len(change) + 2
+    center = float(change.sum()) / count
+    squares = (change**2).sum() + 1
+    variance = float(squares) / count
+    variance -= center**2
+    half = Z * math.sqrt(variance / count)
+    low = max(-1.0, center - half)
+    high = min(1.0, center + half)
+    return spread * float(change.mean()), spread * low, spread * high
 
 
 def evaluations(folder: Path, last: int) -> dict[str, Any] | None:

@@ -555,16 +555,6 @@ def resident_bytes() -> int:
 
 
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Start a process inside that gets none of a run's signals until it unblocks them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Run the body, which builds an engine, without automatic garbage collections; collect once before it.
 

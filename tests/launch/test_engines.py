@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,8 +120,7 @@ def sky_reads(tmp_path: Path, flags: str) -> list:
     plan = submit.render(job_of("skypilot", flags))
     path = next(name for name in plan.files if name.endswith("sky.yaml"))
     (tmp_path / "sky.yaml").write_text(plan.files[path])
-    (words,) = plan.commands
-    words = [str(tmp_path / "sky.yaml") if word == path else word for word in words]
+    words = [str(tmp_path / "sky.yaml") if word == path else word for word in plan.command]
     env = os.environ | {"HF_TOKEN": "x", "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     done = engine(SKY, str(tmp_path / "sky.yaml"), json.dumps(words), cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -146,20 +144,6 @@ def test_skypilot_reads_what_is_written(tmp_path, flags, nodes, kinds):
     name, found, resources = sky_reads(tmp_path, flags)
     assert name.startswith("grpo-") and found == nodes
     assert all(any(kind in text for text in resources) for kind in kinds), resources
-
-
-@needs("sky")
-def test_the_answer_to_kubernetes_is_a_line_that_skypilot_reads(tmp_path, capsys):
-    """The line that `--backend kubernetes` prints, submitted as it stands."""
-    flags = "--cluster prod --workspace rl --priority high --num_nodes 2 --gpus 8 --secret HF_TOKEN"
-    with pytest.raises(SystemExit) as end:
-        submit.main(["--backend", "kubernetes", *shlex.split(flags), "--", "python", "grpo.py", "--beta", "0.03"])
-    line = shlex.split(capsys.readouterr().err.splitlines()[-1])
-    assert end.value.code == 2 and line[:4] == ["python", "scripts/submit.py", "--backend", "skypilot"]
-    cut = line.index("--")
-    assert line[cut:] == ["--", "python", "grpo.py", "--beta", "0.03"]
-    _, nodes, resources = sky_reads(tmp_path, shlex.join(line[4:cut]))
-    assert nodes == 2 and "H100" in resources[0] and "prod" in resources[0]
 
 
 BEAKER = """

@@ -21,10 +21,10 @@ import plot
 import pytest
 import report
 from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
+from intervals import rate_interval, wilson
 
 from runtime.run import verdict
 from runtime.run.doctor import Case, examine
-from runtime.run.intervals import rate_interval, wilson
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATIENCE = 120  # seconds for each answer of a browser, on a machine that works on other things as well

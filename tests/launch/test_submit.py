@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ import pytest
 import submit_backends
 import yaml
 from helpers import ROOT
-from submitted_jobs import COMMAND, SUBMIT, in_place, job_of, script_of, submit
+from submitted_jobs import COMMAND, SUBMIT, in_place, job_of, repository, script_of, submit, with_changes
 
 from runtime.system import process
 
@@ -80,7 +79,7 @@ def test_words_arrive_in_array_tasks(tmp_path):
         subprocess.run(command, cwd=tmp_path, env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)}, check=True)
     lines = (tmp_path / "argv.json").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [["2", *NASTY], ["0", *NASTY]]
-    assert "--array=0-2%2" in plan.commands[0]
+    assert "--array=0-2%2" in plan.command
 
 
 @pytest.mark.integration
@@ -114,38 +113,29 @@ def test_nodes_that_saved_wait_for_the_others(tmp_path):
     assert second.wait(30) == 75
 
 
-def repository(tmp_path) -> Path:
+def with_image(tmp_path) -> Path:
     """A repository with one commit, and ``image``, a copy of it; the edits are only in the first."""
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "old.py").write_text("print('as in the image')\n")
-    (here / "lib.py").write_text("word = 'old'\n")
-    (here / "notes.txt").write_text("a\n")
-    git = ["git", "-c", "user.name=me", "-c", "user.email=me@here"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True, cwd=here)
+    here = repository(tmp_path / "here", old_py="print('as in the image')\n", lib_py="word = 'old'\n", notes_txt="a\n")
     shutil.copytree(here, tmp_path / "image", ignore=shutil.ignore_patterns(".git"))
     return here
 
 
 def test_an_edited_script_runs_in_an_image_that_has_the_commit(tmp_path, monkeypatch):
-    """A copied script and an edited module reach the container; other files and other people's scripts do not."""
-    here = repository(tmp_path)
+    """Edited and new files of code reach the container; other files do not."""
+    here = with_image(tmp_path)
     monkeypatch.chdir(here)
     words = ["--backend", "beaker", "--image", "me/rlvr", "--run_dir", "r", "--", sys.executable, "mine.py"]
-    (here / "mine.py").write_text("import lib\nprint('mine', lib.word)\n")
+    (here / "mine.py").write_text("import lib, new\nprint('mine', lib.word)\n")
     (here / "lib.py").write_text("word = 'new'\n")
     (here / "notes.txt").write_text("b\n")
-    (here / "unnamed.py").write_text("")
+    (here / "new.py").write_text("")
     plan = submitted(words)
     command, environment = script_of("beaker", plan)
-    os.utime(here / "mine.py", (0, 0))
-    first, second = (submit.make_job(*submit.parse(words)) for _ in range(2))
-    assert first.code == second.code and first.code in command[-1], "the same edits are the same job"
     image = tmp_path / "image"
     done = subprocess.run(command, cwd=image, env=os.environ | environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "mine new\n"), done.stderr
-    assert {path.name for path in image.iterdir() if path.is_file()} == {"old.py", "lib.py", "notes.txt", "mine.py"}
+    names = {path.name for path in image.iterdir() if path.is_file()}
+    assert names == {"old.py", "lib.py", "notes.txt", "mine.py", "new.py"}
     assert (image / "notes.txt").read_text() == "a\n"
     texts = {Path(name).name: text for name, text in plan.files.items()}
     record = json.loads(texts["submit.json"])
@@ -154,7 +144,7 @@ def test_an_edited_script_runs_in_an_image_that_has_the_commit(tmp_path, monkeyp
 
 def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
     """On a mount the code is there; without edits there is nothing to send; too much is rejected with the remedy."""
-    here = repository(tmp_path)
+    here = with_image(tmp_path)
     monkeypatch.chdir(here)
     words = ["--backend", "beaker", "--image", "me/rlvr", "--", "python", "old.py"]
     plain = script_of("beaker", submitted(words))[0]
@@ -165,17 +155,10 @@ def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
     assert "base64" not in script_of("beaker", submitted(mounted))[0][-1]
     elsewhere = ["--mount", "bucket:/weka/code", "--workdir", "/weka/codes", *words]
     assert "base64" in script_of("beaker", submitted(elsewhere))[0][-1]
-    (here / "new.py").write_text("")
     (here / "old.py").write_text("".join(f"x{i} = {hash(str(i))}\n" for i in range(20000)))
-    for script, words_of_it in (
-        ("old.py", "put the code on a --mount"),
-        (f"{here}/new.py", "must be a relative path inside this folder"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            submitted([*words[:-1], script])
-        assert end.value.code == 2
-        assert words_of_it in capsys.readouterr().err
-        (here / "old.py").write_text("")
+    with pytest.raises(SystemExit) as end:
+        submitted(words)
+    assert end.value.code == 2 and "put the code on a --mount" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("backend", ["skypilot", "beaker"])
@@ -200,24 +183,22 @@ def test_a_task_has_a_name_that_skypilot_takes():
         assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
 
 
-def test_a_copied_script_is_in_the_record(tmp_path, monkeypatch):
+def test_a_new_script_is_in_the_record(tmp_path, monkeypatch):
     """Copy and edit: the new file is in no commit, and the patch has it."""
-    monkeypatch.chdir(tmp_path)
-    git = ["git", "-c", "user.name=me", "-c", "user.email=me@here"]
-    (tmp_path / "old.py").write_text("print(1)\n")
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
-        subprocess.run([*git, *words], check=True, cwd=tmp_path)
-    assert submit.git_state(["python", "old.py"])["dirty"] is False
+    monkeypatch.chdir(repository(tmp_path, old_py="print(1)\n"))
+    state = lambda: submitted(["--backend", "ray", "--", "python", "old.py"]).files  # noqa: E731
+    patch = lambda: next((text for name, text in state().items() if name.endswith(".patch")), "")  # noqa: E731
+    assert patch() == ""
     (tmp_path / "mine.py").write_text("print(2)\n")
-    (tmp_path / "other.py").write_text("print(3)\n")
-    state = submit.git_state(["python", "mine.py", "--x", "old.py", "/etc/none.py"])
-    assert state["dirty"] is True and "+print(2)" in state["diff"] and "print(3)" not in state["diff"]
-    assert submit.git_state(["python", "old.py"])["dirty"] is False
+    (tmp_path / "notes.txt").write_text("print(3)\n")
+    assert "+print(2)" in patch() and "print(3)" not in patch()
+    (tmp_path / "mine.py").unlink()
+    assert patch() == ""
 
 
 def test_ray_would_take_the_words_of_either_rule():
     """Ray versions join an entrypoint by list2cmdline or by shlex.join: the shell must see the same words."""
-    (command,) = submit.render(job_of("ray", "")).commands
+    command = submit.render(job_of("ray", "")).command
     entry = command[command.index("--") + 1 :]
     for join in (subprocess.list2cmdline, shlex.join):
         shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {join(entry)}"], capture_output=True, text=True).stdout
@@ -269,7 +250,7 @@ def test_rendered_yaml_says_what_was_asked():
     "backend, flags, says",
     [
         ("local", "--time 1h", "--time: --backend local"),
-        ("local", "--num_nodes 2", "for several nodes use slurm"),
+        ("local", "--num_nodes 2", "--backend local has no such setting; leave it out"),
         ("slurm", "--preemptible", "name a preemptible --partition or --qos"),
         ("slurm", "--image x", "apptainer exec"),
         ("slurm", "--mount a:/b", "--mount: --backend slurm"),
@@ -282,8 +263,7 @@ def test_rendered_yaml_says_what_was_asked():
         ("slurm", "--gpus many", "--gpus: many: write 8, or with a type h100:8"),
         ("slurm", "--mem 5", "--mem: 5: write GiB as 64G"),
         ("slurm", "--time 12", "--time/--timeout: 12: not a duration; write 90m"),
-        ("slurm", "--num_nodes 0", "--num_nodes: 0: must be a whole number, at least 1"),
-        ("slurm", "--max_retries -1", "--max_retries: -1: must be a whole number, at least 0"),
+        ("slurm", "--num_nodes two", "--num_nodes: invalid int value: 'two'"),
         ("slurm", "--run_dir 'a b'", "--run_dir: a b: use letters"),
         ("slurm", "--name 'a b'", "--name: a b: use letters"),
         ("local", f"--secret HF_TOKEN={SECRET}", "--secret: HF_TOKEN: write a name only"),
@@ -295,6 +275,7 @@ def test_rendered_yaml_says_what_was_asked():
         ("slurm", "--cpus 1 b", "unrecognized arguments: b"),
         ("slurm", "--clusters a", "unrecognized arguments: --clusters"),
         ("condor", "", "invalid choice: 'condor'"),
+        ("kubernetes", "", "invalid choice: 'kubernetes'"),
     ],
 )
 def test_what_cannot_be_is_an_error(backend, flags, says, capsys):
@@ -312,9 +293,6 @@ def test_what_cannot_be_is_an_error(backend, flags, says, capsys):
         ("env A=1 uv run python none.py", "none.py"),
         ("source none.sh && python mine.py", "none.sh"),
         ("bash none.sh", "none.sh"),
-        ("python mine.py --config none.yaml", "none.yaml"),
-        ("accelerate launch --config_file none.yaml mine.py", "none.yaml"),
-        ("python mine.py --verifier none.py:score", "none.py"),
     ],
 )
 def test_files_that_do_not_exist_never_reach_a_queue(backend, words, missing, tmp_path, monkeypatch, capsys):
@@ -328,7 +306,7 @@ def test_files_that_do_not_exist_never_reach_a_queue(backend, words, missing, tm
 @pytest.mark.parametrize("time, fits", [("2m", False), ("4m", False), ("241s", True), ("5m", True)])
 def test_a_time_limit_within_the_warning_is_refused(time, fits, capsys):
     """Slurm asks the job to stop up to four minutes before the end: it would do nothing but restart."""
-    words = ["--backend", "slurm", "--time", time, "--dry_run", "--", "true"]
+    words = ["--backend", "slurm", "--live", "--time", time, "--dry_run", "--", "true"]
     if fits:
         assert submit.main(words) == 0
         return
@@ -337,7 +315,7 @@ def test_a_time_limit_within_the_warning_is_refused(time, fits, capsys):
     assert stop.value.code == 2 and "s are too few: Slurm asks the job to stop 180 to 240 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", [*submit.MASON, "no-host-networking"])
+@pytest.mark.parametrize("flag", [*" ".join(submit.MASON.values()).split(), "no-host-networking"])
 def test_a_flag_of_mason_is_answered(flag, capsys):
     with pytest.raises(SystemExit) as stop:
         submit.main(["--backend", "beaker", "--image", "x", f"--{flag}", "1", "--dry_run", "--", "true"])
@@ -361,7 +339,7 @@ def test_what_slurm_lists(monkeypatch, capsys):
     line = shlex.split(capsys.readouterr().out.splitlines()[-1])
     found = dict(word.removeprefix("--").split("=", 1) for word in line if "=" in word)
     assert found["job-name"] == "grpo__beta=0.07__seed=5", found
-    assert int(found["cpus-per-task"]) >= 2 and found["kill-on-invalid-dep"] == "yes" and found["exclude"] == "n3"
+    assert found["cpus-per-task"] == "16" and found["kill-on-invalid-dep"] == "yes" and found["exclude"] == "n3"
     assert line[-3:-1] == ["--reservation", "r"]
 
 
@@ -376,15 +354,16 @@ def test_a_command_is_needed(words, capsys):
 def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
     """In a command, in --env or in the uncommitted changes its value is an error that does not show it."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "grpo.py").write_text("")
+    monkeypatch.chdir(repository(tmp_path, grpo_py=""))
     start = ["--backend", backend, *needed(backend).split(), "--dry_run"]
     for words in (["--", "python", "grpo.py", f"--token={SECRET}"], ["--env", f"A={SECRET}", "--", "true"]):
         with pytest.raises(SystemExit) as stop:
             submit.main([*start, *words])
         said = capsys.readouterr()
         assert stop.value.code == 2 and "value of HF_TOKEN is in" in said.err and SECRET not in said.err + said.out
-    job = dataclasses.replace(job_of(backend, needed(backend)), git={"commit": "0", "diff": f"+{SECRET}\n"})
+    monkeypatch.chdir(ROOT)
+    job = with_changes(job_of(backend, needed(backend)), git={"commit": "0", "diff": f"+{SECRET}\n"})
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         submit.check_secrets(job, submit.render(job), {"HF_TOKEN": SECRET})
     assert "uncommitted.patch" in (said := capsys.readouterr()).err and SECRET not in said.err
@@ -410,10 +389,9 @@ def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatc
     (bin_dir / tool).write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('called', 'w'))\n")
     (bin_dir / tool).chmod(0o755)
     monkeypatch.setenv("PATH", f"{bin_dir}:{os.environ['PATH']}")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(repository(tmp_path, grpo_py=""))
     monkeypatch.setattr(submit.time, "strftime", lambda form: "20260101-120000")
     monkeypatch.setattr(submit.secrets, "token_hex", lambda count: "1a2b")
-    (tmp_path / "grpo.py").write_text("")
     argv = ["--backend", backend, *needed(backend).split(), "--run_dir", "here", "--", *COMMAND]
     assert submit.main([*argv[:2], "--dry_run", *argv[2:]]) == 0
     shown = capsys.readouterr().out
@@ -449,15 +427,6 @@ MASON = (
 def submitted(argv: list[str]):
     """The plan of a whole command line."""
     return submit.render(submit.make_job(*submit.parse(argv)))
-
-
-def test_several_commands_in_one_task_are_announced(capsys):
-    """mason.py makes parallel tasks of them; on Beaker the submission says that they run in turn here."""
-    flags = "--image me/rlvr --mount b:/runs"
-    for commands, noted in ((("a",), False), (("a", "b"), True)):
-        words = [word for command in commands for word in ("--", "python", "steps.py", command)]
-        submit.warn(submit.make_job(*submit.parse(["--backend", "beaker", *flags.split(), *words])))
-        assert ("2 commands run one after the other in one task" in capsys.readouterr().err) is noted
 
 
 def test_the_line_of_open_instruct_is_submitted_as_it_stands():
@@ -511,10 +480,7 @@ def test_every_rank_is_started_whatever_stands_before_python(prefix, processes, 
         ("bash setup.sh '&&' cd there", "`cd` changes the shell"),
         ("source setup.sh '&&'", "&& needs a command before it and one after it"),
         ("'&&' python grpo.py", "&& needs a command before it and one after it"),
-        ("source setup.sh ';' python grpo.py", "; would be an argument of source"),
-        ("bash setup.sh ';' uv run grpo.py", "; would be an argument of bash"),
-        ("bash setup.sh '||' bash other.sh", "|| would be an argument of bash"),
-        ("python a.py '&&' python b.py", "-- python a.py -- python b.py"),
+        ("source setup.sh ';' python grpo.py", "`source` changes the shell it runs in and nothing else"),
         ("'source setup.sh && python grpo.py'", "a whole command in one word"),
     ],
 )
@@ -598,13 +564,6 @@ def test_a_request_to_stop_during_the_set_up_loses_nothing(tmp_path):
     assert not (tmp_path / "n").exists() and list((tmp_path / "r").glob("*/finished.*")) == []
 
 
-@pytest.mark.parametrize("text, says", [("if true", "bash cannot read it"), ("a\x85b", "cannot be printed")])
-def test_a_set_up_that_bash_cannot_read_is_refused(text, says, capsys):
-    with pytest.raises(SystemExit) as stop:
-        submit.main(["--backend", "local", "--dry_run", "--setup", text, "--", "true"])
-    assert stop.value.code == 2 and says in capsys.readouterr().err
-
-
 def test_a_template_may_be_edited(tmp_path, monkeypatch):
     """A line without value goes, and its key with it; a list repeats its line; a text takes the indentation."""
     (tmp_path / "x.yaml").write_text(
@@ -639,6 +598,7 @@ def only(run_dir: Path, name: str) -> Path:
 
 
 def run_local(folder: Path, *words: str, **options) -> subprocess.CompletedProcess:
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     argv = [*SUBMIT, "--backend", "local", *words]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, **options)
 
@@ -720,13 +680,6 @@ def test_the_dashes_of_a_runner_do_not_cut_its_command_in_two(words, commands):
     assert found == commands or len(found) == commands
 
 
-@pytest.mark.parametrize("words", ["uv run --extra cuda -- python a.py", "uv run --frozen pytest -- python a.py"])
-def test_a_word_that_may_be_a_value_or_a_program_is_asked_about(words, capsys):
-    with pytest.raises(SystemExit) as end:
-        submit.parse(["--backend", "local", "--", *words.split()])
-    assert end.value.code == 2 and "write --option=value for the first" in capsys.readouterr().err
-
-
 def test_the_rank_of_a_runner_with_dashes_is_started_by_the_launcher():
     job = job_of("slurm", "--gpus 8", ["uv", "run", "--", "python", "grpo.py", "--beta", "0.1"])
     script = submit.render(job).files[f"{job.folder}/job.sh"]
@@ -742,14 +695,12 @@ def test_the_rank_of_a_runner_with_dashes_is_started_by_the_launcher():
         (["source", "s.sh", "&&", "uv", "run", "python", "grpo.py", "--beta", "x"], "beta"),
         (["accelerate", "launch", "grpo.py", "--nonsense", "1"], "nonsense"),
         (["python", "ppo.py", "--num_samples_per_prompt"], "num_samples_per_prompt"),
-        (["python", "broken.py"], "broken.py: Python cannot read it: line 2"),
     ],
 )
 def test_arguments_that_a_script_does_not_take_never_reach_a_queue(words, says, tmp_path, monkeypatch, capsys):
     for name in ("grpo.py", "ppo.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "s.sh").touch()
-    (tmp_path / "broken.py").write_text("import os\nclass Args(:\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         submit.main(["--backend", "slurm", "--dry_run", "--", *words])
@@ -805,29 +756,6 @@ def test_the_folder_to_run_in(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "there" / "n").exists() and only(tmp_path / "r", "exit.0").exists()
     assert run_local(tmp_path, "--gpus", "2", "--", "python", "x.py").returncode == 2  # accelerate's start is not here
-
-
-@pytest.mark.integration
-def test_the_copies_of_what_is_over_are_deleted(tmp_path):
-    """Of finished and of failed jobs, and not of one that runs; results, marks and records stay."""
-    run_local(tmp_path, "--", *count("a", 0, 1))
-    run_local(tmp_path, "--", *count("b", 3, 9))
-    (tmp_path / "ready.py").write_text("import pathlib, time\npathlib.Path('ready').touch()\ntime.sleep(60)\n")
-    running = subprocess.Popen([*SUBMIT, "--backend", "local", "--", sys.executable, "ready.py"], cwd=tmp_path)
-    jobs = tmp_path / "runs" / "jobs"
-    while not list(jobs.glob("ready-*/*/code/ready")):
-        assert running.poll() is None
-        time.sleep(0.05)
-    clean = [*SUBMIT, "--clean", "runs/jobs"]
-    said = [subprocess.run(clean, cwd=tmp_path, capture_output=True, text=True).stdout for _ in range(2)]
-    assert said == [f"deleted {n} copies of code; 1 submissions may still wait or run\n" for n in (2, 0)]
-    assert [path.parent.parent.parent.name[:5] for path in jobs.glob("*/*/code/*.py")] == ["ready"]
-    assert len(list(jobs.glob("*/*/submit.json"))) == 3 and len(list(jobs.glob("*/*/exit.0"))) == 2
-    running.terminate()
-    running.wait(timeout=60)
-    one = [*SUBMIT, "--clean", str(next(jobs.glob("ready-*")))]
-    assert subprocess.run(one, cwd=tmp_path, capture_output=True, text=True).stdout.startswith("deleted 1 copies")
-    assert not list(jobs.glob("*/*/code"))
 
 
 STUBBORN = """
@@ -918,7 +846,7 @@ def test_a_launcher_that_waits_for_node_0_ends_when_asked(sent, tmp_path):
     finally:
         launcher.kill()
     said = (tmp_path / "log").read_text()
-    assert "for node 0 at 127.0.0.1:29777 (Connection refused)" in said and len(said.splitlines()) < 10, said
+    assert "for node 0 at 127.0.0.1:29777 (Connection refused; " in said and len(said.splitlines()) < 10, said
 
 
 @pytest.mark.slow
@@ -944,6 +872,6 @@ def test_a_port_in_use_is_said(tmp_path, request):
             assert said, "it has ended"
         second.stdout.close()  # a launcher whose console has gone obeys as well
         second.terminate()
-        assert second.wait(timeout=5) == 75 and f"a process answers at 127.0.0.1:{port}" in said
+        assert second.wait(timeout=5) == 75 and f"node 0 at 127.0.0.1:{port} (a process answers there" in said
         done = subprocess.run([*line, rank], timeout=120, **options)  # on one node accelerate takes another port
         assert done.returncode == 0 and done.stdout.count("rank started") == 2, done.stdout

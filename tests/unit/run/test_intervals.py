@@ -1,4 +1,4 @@
-"""runtime/run/intervals.py: 95 % intervals hold the truth, also where everything or nothing is right."""
+"""scripts/intervals.py: 95 % intervals hold the truth, also where everything or nothing is right."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import paired_comparison
 import plot
 import pytest
 import report
+from intervals import mean_interval, rate_interval, t_quantile, wilson
 
 import utils
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
-from runtime.run.intervals import interval_text, mean_interval, paired_gain, rate_interval, t_quantile, wilson
+from runtime.run.verdict import interval_text, paired_gain
 
 
 def test_wilson():

@@ -1,4 +1,4 @@
-"""95 % intervals of rates, gains and means: the only ones that the project prints. Imports no torch.
+"""95 % intervals of rates and means, for tables and figures; that of a gain is in runtime/run/verdict.py.
 
 None is a point where all responses are correct or none is: 0 of 32 is a rate of 0.000 to 0.107.
 """
@@ -6,24 +6,16 @@ None is a point where all responses are correct or none is: 0 of 32 is a rate of
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
 
-Z = 1.959964  # the 97.5 % quantile of the normal distribution
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-
-def interval_text(low: float, high: float, sign: str = "", digits: int = 3) -> str:
-    """Return both ends of an interval with at least ``digits`` decimals and as many, up to 9, as tell them apart.
-
-    sign: "+" writes the sign of both ends. An interval of width 0 is "all equal".
-    """
-    for count in range(digits, 10):
-        ends = [f"{end:{sign}.{count}f}" for end in (low, high)]
-        if float(ends[0]) != float(ends[1]):  # not as text: -0.000 to +0.000 says nothing either
-            return " to ".join(ends)
-    return "all equal"
+from runtime.run.verdict import Z
 
 
 def wilson(right: float, count: float) -> tuple[float, float]:
@@ -61,25 +53,6 @@ def rate_interval(rates: Sequence[float], samples: int) -> tuple[float, float]:
     count = len(rates) * min(samples, independent)
     rate = fmean(rates)
     return wilson(rate * count, count)
-
-
-def paired_gain(before: Sequence[float], after: Sequence[float], spread: float = 1.0) -> tuple[float, float, float]:
-    """Return (gain, low, high): the mean over problems of after - before, and its interval.
-
-    ``spread`` is the largest possible change, 1 for rates. Half a problem that changes by it, half a one that changes
-    by its negative, and one that does not change are added for the interval (Agresti and Min 2005): else few problems
-    that do not change would prove a lot.
-    """
-    change = (np.array(after) - np.array(before)) / spread
-    count = len(change) + 2
-    center = float(change.sum()) / count
-    squares = (change**2).sum() + 1
-    variance = float(squares) / count
-    variance -= center**2
-    half = Z * math.sqrt(variance / count)
-    low = max(-1.0, center - half)
-    high = min(1.0, center + half)
-    return spread * float(change.mean()), spread * low, spread * high
 
 
 def t_quantile(degrees: int) -> float:
