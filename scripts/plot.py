@@ -1,7 +1,6 @@
 """Draw the curves of runs from their metrics.jsonl and eval.jsonl, and summarize them in a few lines.
 
-    python scripts/plot.py runs                    the newest run in that folder -> runs/<name>/curves.png
-    python scripts/plot.py runs/A                  this run -> runs/A/curves.png
+    python scripts/plot.py runs                    the newest run there, or this run -> runs/NAME/curves.png
     python scripts/plot.py runs/A runs/B --output ab.png                 these runs, one curve each
     python scripts/plot.py runs --by learning_rate --output lr.svg       all runs, one curve per value: the mean over
                                                                          seeds, in a band from lowest to highest
@@ -11,9 +10,8 @@
                                                            seeds, one line per estimator, one panel per placement
 
 --by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
-only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. The suffix
-of --output decides the format (png, svg, pdf). Comparisons end with a table in Markdown. A run may still be going, and
-a mean ends where the shortest of its runs does. A metric of a script's own (policy/NAME) has a panel of its own.
+only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. A run may
+still be going. A mean ends where the shortest of its runs does. A loss's own metric (policy/NAME) has its own panel.
 """
 
 from __future__ import annotations
@@ -45,9 +43,12 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 plt.rcParams["axes.prop_cycle"] = plt.cycler(color=COLORS)
 # title -> metric -> word of the legend
 PANELS = {
-    "reward": {"reward/mean": "reward", "reward/correct": "correct"},
+    "reward": {
+        "reward/mean": "reward",
+        "reward/correct": "correct",
+        "completions/truncated_frac": "truncated",
+    },
     "response length (tokens)": {"completions/length_mean": "tokens"},
-    "truncated fraction": {"completions/truncated_frac": "truncated"},
     "entropy (nats per token)": {"policy/entropy": "entropy"},
     "KL to the reference (nats per sequence)": {"kl/sequence": "KL"},
     "sampler and trainer: log-prob difference (nats per token)": {
@@ -64,8 +65,9 @@ PANELS = {
 }
 COMPARED = ("reward/mean", "kl/sequence", "policy/entropy", "completions/length_mean", "eval/pass@1")
 SPREAD = "Means over the last tenth of the steps, or of the last evaluation; ± is half the 95 % interval over seeds."
+RATES = ("pass@", "majority@", "correct", "format", "truncated_frac")
 RUN = "run"  # stands for the folder of a run where runs are grouped by arguments
-SAME_RUN = (*PRESENTATION, "seed", RUN)  # runs that differ in these alone are repetitions
+SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
 
 
 # ------------------------------------------------------------------------------------------------------ files of a run
@@ -191,7 +193,7 @@ def draw_evaluations(axis: plt.Axes, run: Run) -> None:
         rates,
         bars,
         fmt="o",
-        color="C1",
+        color="C3",
         label="held-out pass@1, 95 %",
         ms=4,
         lw=0.8,
@@ -287,7 +289,7 @@ def separating(runs: list[Run], by: list[str]) -> list[str]:
 def problems_behind(runs: list[Run], key: str) -> float | None:
     """Return the number of problems behind a final value that is a rate of responses, or None for any other metric."""
     group, _, name = key.rpartition("/")
-    if not (name.startswith(("pass@", "majority@")) or name in ("correct", "format", "truncated_frac")):
+    if not name.startswith(RATES):
         return None
     if group.startswith("eval"):
         return min(run.final(f"{group}/problems") for run in runs)
@@ -320,12 +322,10 @@ def draw_comparison(runs: list[Run], by: list[str], keys: list[str], x: str | No
     lines = list(grouped(runs, by[:1]))
     columns = list(grouped(runs, by[1:]))
     places = list(grouped(runs, [x] if x else []))
-    width = max(5.5, 3.6 * len(columns))
-    height = 2.6 * len(keys) + 1
     figure, axes = plt.subplots(
         len(keys),
         len(columns),
-        figsize=(width, height),
+        figsize=(3.6 * len(columns) + 2, 2.6 * len(keys) + 1),
         layout="constrained",
         sharey="row",
         sharex=True,

@@ -302,7 +302,7 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode in ((0, 1) if script == "report.py" else (0,)), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are not JSON objects") == 1
-    assert "config.json is not a JSON object" in done.stderr
+    assert ("config.json is not a JSON object" in done.stderr) == (script != "report.py")  # which needs no arguments
     assert html or "3 step" in done.stdout
 
 

@@ -114,13 +114,13 @@ def printed(problems: int, right: bool, folder: Path) -> dict[str, str]:
     found = {"outcome": "", "why": "", "control": "", "findings": [], "evaluation": verdict.evaluations(folder, 1)}
     run = plot.Run(folder, {}, [{"step": 1, "time/step": 1.0}], records)
     metrics = [{"step": 1, "time/step": 1.0, "reward/mean": rate}]
-    curve = plot.pass_interval(run, "step")
+    curve = plot.pass_interval(run)
     pairs = [(rate, rate)] * 5
     return {
         "evaluate": evaluate.table(samples, asked, record),
         "verdict": verdict.in_words(found),
         "plot, a run": "\n".join(interval_text(*ends) for ends in curve.to_numpy()),
-        "plot, repetitions": plot.cell([run] * 3, "eval/pass@1", over_argument=True),
+        "plot, repetitions": plot.cell([run] * 3, "eval/pass@1"),
         "report": report.summary(metrics, records),
         "controls": paired_comparison.told({"none": pairs}, "grpo.py", "eval/pass@1", problems),
         "pairs": paired_comparison.state_of([0.0] * 5, 0.03, problems),
