@@ -6,30 +6,12 @@
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
     python scripts/submit.py --status runs/jobs/grpo-1a2b3c4d        or --logs, --cancel: of the last submission there
 
-<<<<<<< HEAD
-Several commands, each after its own ``--``, run one after the other; with --array_parallelism each is a task of its
-own. --dry_run prints exactly what would be written and run, and needs no cluster. With every backend, a command
-
-* receives its words exactly as they were given here; only the word ``&&`` separates it from the set-up before it;
-* runs the code as it is now, also when it starts or restarts days later: on this machine and on Slurm in a copy of
-  what git tracks (--live: in this folder itself), elsewhere in the upload or the image;
-* finds RUN_ID and RUN_DIR in its environment, the same after a restart, and a WANDB_RUN_ID of this submission;
-* is asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start
-  me again"), and after a crash if it had saved a checkpoint since its last start. Every other end is final, as are 3
-  ("did not learn", of scripts/report.py) and 73 (another process has the run's folder);
-* goes through ``accelerate launch`` (scripts/launch.py) in a job of several GPUs or nodes, one process per GPU, if it
-  contains ``python FILE.py``, whatever stands before it (``uv run``, ``env A=1``, ``apptainer exec IMAGE``).
-
-Secrets are given by name alone. Their values come from this shell or from the cluster's own store; a value that would
-end up in a file or in a command is an error. docs/reference/launching.md has an example for each backend.
-=======
 With every backend, a command receives its words exactly as they were given here, and runs the code as it is now, also
 when it starts or restarts days later. It finds RUN_ID and RUN_DIR in its environment, the same after a restart. It is
 asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start me
 again"), and after a crash if it had saved a checkpoint since its last start. In a job of several GPUs or nodes,
 ``python FILE.py`` is started once per GPU by scripts/launch.py. Secrets are given by name alone: a value that would end
 up in a file or in a command is an error. docs/reference/launching.md has all of this, with an example for each backend.
->>>>>>> submit
 
 Standard library only, so that it runs on a login node; where tyro is installed as well, a training script's arguments
 are parsed before they wait in a queue. What a backend writes is in scripts/submit_backends.py and, as text to be read
