@@ -37,7 +37,7 @@ from runtime.system.watchdog import Watch
 from runtime.training import deepspeed_zero, pretrained
 from runtime.training.attention import attention_inputs, check_mask_size
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch, flat, micro_batches, per_token, token_offsets
-from runtime.training.memory import FULL_KL_SAMPLES, Sizes, logit_block
+from runtime.training.memory import FULL_KL_SAMPLES, LOGIT_BLOCK, Sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +65,6 @@ class Run:
     sizes: Sizes
     layout: str
     attention: str
-    rates: dict[str, float]  # of this CPU, or of that where the run began: runtime/training/cpu_rates.py
     sampler_agreed: bool = False  # True once the engine's log-probs have been compared with the trainer's
 
     @property
@@ -105,12 +104,9 @@ def setup_run(args, ready: tuple) -> Run:
         sizes=chosen.sizes,
         layout=chosen.layout,
         attention=chosen.attention,
-        rates=chosen.rates,
     )
     if run.rank == 0:
         hardware = f"{device.type} {run.dtype}"
-        if run.rates:
-            hardware += f" ({', '.join(f'{name} {rate:.0f}' for name, rate in run.rates.items())} GFLOP/s of a core)"
         whole = (problems, eval_problems)
         logger.print_header(
             args, folder, *whole, tokenizer, run.total_steps, hardware, chosen.model, chosen.setting, run.sizes
@@ -153,7 +149,7 @@ def make_kl(args) -> KLCoefficients:
 
 def open_log(args, run: Run) -> logger.RunLog:
     """Open the files of the run. The choices for this machine are recorded with the arguments."""
-    chosen = {"dtype": str(run.dtype).removeprefix("torch."), "product_rates": run.rates}
+    chosen = {"dtype": str(run.dtype).removeprefix("torch.")}
     chosen |= {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
     digest = directory.data_digest(run.problems, run.eval_problems)
     is_main = run.rank == 0
@@ -303,7 +299,7 @@ class ChosenLogprobs(torch.autograd.Function):
 def row_blocks(logits_UV: torch.Tensor) -> Iterator[slice]:
     """Yield the slices of rows that ``ChosenLogprobs`` computes at a time."""
     count, vocabulary = logits_UV.shape
-    rows = max(1, logit_block(logits_UV.is_cuda) // vocabulary)
+    rows = max(1, LOGIT_BLOCK[logits_UV.is_cuda] // vocabulary)
     for start in range(0, count, rows):
         yield slice(start, start + rows)
 

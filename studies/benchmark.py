@@ -59,9 +59,8 @@ from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample
 from runtime.engine import vllm_settings
 from runtime.system import process, watchdog
-from runtime.training import batching, deepspeed_zero, device_sizes, model_files, pretrained
+from runtime.training import batching, deepspeed_zero, memory, model_files, pretrained
 from runtime.training.attention import choose_layout
-from runtime.training.memory import read_model
 
 # Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -758,7 +757,8 @@ def main(args: Args) -> None:
     problems = [problems[i] for i in chosen]
 
     device, dtype, attention = pretrained.resolve_device(run)
-    sizes, _ = device_sizes.sizes_for(run, read_model(run.model), vllm_settings.memory_setting(run, dtype, 1))
+    setting = vllm_settings.memory_setting(run, dtype, 1)
+    sizes, _ = memory.sizes_for(run, model_files.read_model(run.model), setting)
     _, attention, _ = choose_layout(run, sizes, device.type == "cuda", dtype, attention)  # as a run has it
     args.micro_batch_tokens = sizes.micro_batch_tokens
     dtype_name = str(dtype).removeprefix("torch.")

@@ -62,8 +62,9 @@ class RunFlags:
 
     # Names of the flags set by the command line or a preset. None: Args was made in Python, so all count as set.
     flags_set: ClassVar[frozenset[str] | None] = None
-    # dtype, sizes and layout that the resumed run has chosen by measurement; ``preflight`` sets them.
+    # dtype, sizes and layout that the resumed run has chosen; ``preflight`` sets them.
     recorded_choices: ClassVar[dict[str, Any]] = {}
+    derived: ClassVar[dict[str, tuple[float, str]]] = {}  # values of flags of OPEN that were not given, and why
     longest_prompt: ClassVar[int | None] = None  # tokens; None until prompts are rendered, and where they can grow
 
     # ---- run

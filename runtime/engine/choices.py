@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from runtime.engine.vllm_settings import memory_setting, product_rates
+from runtime.engine.vllm_settings import memory_setting
 from runtime.system import agreement, process
-from runtime.training import device_sizes, pretrained
+from runtime.training import memory, pretrained
 from runtime.training.attention import choose_layout
-from runtime.training.memory import Model, Setting, Sizes, read_model
+from runtime.training.memory import Setting, Sizes
+from runtime.training.model_files import Model, read_model
 
 PATIENCE = 1800.0  # seconds in which all ranks have read their data, where --timeout sets no limit
 
@@ -26,7 +27,6 @@ class Choices:
     layout: str
     layout_reason: str
     attention: str
-    rates: dict[str, float]  # of rank 0's CPU, or of that where the run began: runtime/training/cpu_rates.py
     model: Model | None
     setting: Setting
 
@@ -39,7 +39,8 @@ def choose(args, device: torch.device, dtype: torch.dtype, attention: str, facts
     world_size = process.world_size()
     model = read_model(args.model)
     setting = memory_setting(args, dtype, world_size)
-    sizes, reason = device_sizes.sizes_for(args, model, setting)
+    sizes, reason = memory.sizes_for(args, model, setting)
+    memory.check_host(args, model, setting)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     layout, attention, why = choose_layout(args, sizes, capability >= pretrained.MODERN_GPU, dtype, attention)
     mine = {
@@ -49,15 +50,12 @@ def choose(args, device: torch.device, dtype: torch.dtype, attention: str, facts
         "sizes": vars(sizes),
         "layout": layout,
         "attention": attention,
-        "rates": product_rates(args),
     }
     found = [{"facts": facts, "choices": mine}]
     if not args.dry_run:  # a single process can describe a launch of any size
         found = agreement.exchange("start", found[0], args.timeout or PATIENCE)
     agreement.check_equal([of_rank["facts"] for of_rank in found])
     ours = agreement.decided([of_rank["choices"] for of_rank in found])
-    if ours["rates"]:
-        args.recorded_choices = {**args.recorded_choices, "product_rates": ours["rates"]}
     dtype = getattr(torch, ours["dtype"])
     if ours["sizes"] != vars(sizes):
         reason = "as decided for all ranks"
@@ -68,7 +66,6 @@ def choose(args, device: torch.device, dtype: torch.dtype, attention: str, facts
         layout=ours["layout"],
         layout_reason=why,
         attention=ours["attention"],
-        rates=ours["rates"],
         model=model,
         setting=setting,
     )

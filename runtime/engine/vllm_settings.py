@@ -1,16 +1,20 @@
-"""Device-dependent settings: arguments of vLLM, its share of a GPU's memory, and inputs of the memory bound."""
+"""Device-dependent settings: arguments of vLLM, its memory, and the conditions of the memory bound."""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from typing import Any
 
 import torch
 
 from runtime.engine import cpu_kernels
-from runtime.training import cpu_rates, device_sizes, memory
-from runtime.training.model_files import read_configs
+from runtime.system import process
+from runtime.training import memory
+from runtime.training.model_files import STATES, Model, read_configs, read_model
+
+CPU_BLOCK = 32  # tokens of a block of the KV cache on a CPU; the default of 128 would share no prompt below that
 
 
 def take_gpu(args) -> None:
@@ -28,24 +32,50 @@ def take_gpu(args) -> None:
 def memory_setting(args, dtype: torch.dtype, world_size: int) -> memory.Setting:
     """Return the setting that a rank's memory depends on, for the smallest GPU of the node: all ranks get one size."""
     cards = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    critic = not getattr(args, "disable_value", True)
-    return memory.Setting(world_size, dtype.itemsize == 2, min(cards, default=0), critic)
-
-
-def product_rates(args) -> dict[str, float]:
-    """Return the matrix product rates that decide sizes and data type on a CPU, or {} on a GPU."""
-    if torch.cuda.is_available():
-        return {}
-    return args.recorded_choices.get("product_rates") or cpu_rates.known_rates()
+    return memory.Setting(
+        ranks=world_size,
+        itemsize=dtype.itemsize,
+        card=min(cards, default=0),
+        critic=not getattr(args, "disable_value", True),
+        host=process.free_memory(),
+        cache=cpu_cache(args, read_model(args.model), dtype.itemsize, world_size),
+    )
 
 
 def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     """Return the fraction of a GPU's memory for an engine. Next to a trainer it leaves enough for the trainer."""
     if args.vllm_engines > 0 or not hasattr(args, "num_samples_per_prompt_rollout"):  # scripts/evaluate.py
         return memory.default_sizes(args, True).vllm_gpu_memory_utilization
-    model = memory.read_model(args.model)
-    sizes, _ = device_sizes.sizes_for(args, model, memory_setting(args, dtype, world_size))
+    sizes, _ = memory.sizes_for(args, read_model(args.model), memory_setting(args, dtype, world_size))
     return sizes.vllm_gpu_memory_utilization
+
+
+def most_sequences(args, max_num_seqs: int, ranks: int) -> int:
+    """Return the largest number of sequences that an engine may decode at once, in training or in an evaluation."""
+    if not hasattr(args, "num_samples_per_prompt_rollout"):  # scripts/evaluate.py without a run
+        return max_num_seqs
+    engines = args.vllm_engines or ranks // args.vllm_tensor_parallel_size
+    group = args.generation_size or args.num_samples_per_prompt_rollout
+    trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * (1 + args.async_steps)
+    evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
+    return min(max_num_seqs, max(trained, evaluated))
+
+
+def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
+    """Return the bytes of the KV cache on a CPU: the longest sequences and a quarter more, at most 0.5 GiB.
+
+    The quarter is for models whose layers differ, of which vLLM rounds up the groups. It rejects less than a sequence
+    of full length needs and a block that stays empty, however short the prompts are.
+    """
+    if model is None or model.recurrent:
+        return 0.5 * memory.GIB
+    size = args.engine_args.get("block_size", CPU_BLOCK)
+    prompt = getattr(args, "longest_prompt", None) or args.max_prompt_length
+    longest = math.ceil((prompt + args.max_response_length) / size)
+    full = math.ceil((args.max_prompt_length + args.max_response_length) / size)
+    sequences = most_sequences(args, memory.default_sizes(args, False).vllm_max_num_seqs, ranks)
+    block = size * model.cache_numbers * itemsize
+    return max(min(0.5 * memory.GIB, 1.25 * sequences * longest * block), 1.25 * (full + 1) * block)
 
 
 def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
@@ -53,7 +83,7 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
 
     It is the number of sequences that may decode at once. Without a graph every kernel is started from Python.
     """
-    most = memory.most_sequences(args, max_num_seqs, world_size)
+    most = most_sequences(args, max_num_seqs, world_size)
     own = {"compilation_config", "cudagraph_capture_sizes"}
     if most <= 512 or not own.isdisjoint(args.engine_args):
         return {}
@@ -105,15 +135,14 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual |= attention_backend(args, dtype)
     else:
         cpu_kernels.save_time_and_memory()
-        model = memory.read_model(args.model)
-        cache = memory.cpu_cache(args, model, dtype.itemsize, world_size)
+        cache = cpu_cache(args, read_model(args.model), dtype.itemsize, world_size)
         usual = {"kv_cache_memory_bytes": int(cache)}
         usual["kernel_config"] = cpu_kernels.kernel_config()
         usual["enforce_eager"] = True  # compiling takes longer than a short run
-        usual["block_size"] = memory.CPU_BLOCK  # the default of 128 would share no prompt shorter than that
+        usual["block_size"] = CPU_BLOCK
         config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
         register_classes(config.get("architectures") or [])
-        if not memory.STATES.isdisjoint({*config, *config.get("text_config", {})}):
+        if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
             usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
     sizes = memory.default_sizes(args, cuda)
     longest = 0

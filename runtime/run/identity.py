@@ -16,7 +16,7 @@ from typing import Any
 from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is_open
 from runtime.system.process import PROJECT, file_digest, versions
 from runtime.system.redaction import redact_values
-from runtime.training import derived_defaults, memory
+from runtime.training import derived_defaults
 from runtime.training.model_files import files_digest
 
 NAMED = re.compile(r"\w+(?:\.\w+)+:\w+")  # a text that is the name of an object of the project, for user_files.find
@@ -47,8 +47,7 @@ def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> t
         if unknown and value != theirs.get(name):
             if name in (*derived_defaults.open_lengths(args), "total_steps"):
                 continue
-            by_model = derived_defaults.by_model(args, memory.read_model(args.model))
-            value, _ = by_model.get(name, (value, ""))
+            value, _ = derived_defaults.by_model(args).get(name, (value, ""))
         if value != theirs.get(name):
             words = f"--{name} {theirs.get(name)} there, {value} here"
             same = name in MAY_CHANGE or identity_value(name, value) == identity_value(name, theirs.get(name))

@@ -37,8 +37,9 @@ from runtime.system.process import (
     write_whole,
 )
 from runtime.system.redaction import redact, redact_words, secret_values
-from runtime.training import derived_defaults, memory
-from runtime.training.memory import Sizes
+from runtime.training import memory
+from runtime.training.memory import GIB, Sizes
+from runtime.training.model_files import Model
 
 SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
 ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
@@ -54,7 +55,7 @@ def print_header(
     tokenizer,
     total_steps: int,
     hardware: str,
-    model: memory.Model | None,
+    model: Model | None,
     setting: memory.Setting,
     sizes: Sizes,
 ) -> None:
@@ -76,7 +77,7 @@ def print_header(
     lines = [
         f"run        {folder}",
         *(user_files.find("runtime.arguments.presets:explain")(args) if args.preset is not None else ()),
-        *derived_defaults.reasons(args, problems, eval_problems, model, tokenizer),
+        *derived_lines(args),
         f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}, {cores:g} cores{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
@@ -102,11 +103,39 @@ def print_header(
     if model is None:
         lines.append(f"memory     unknown: config.json of {args.model_name_or_path} lacks the expected fields")
     else:
-        lines += memory.describe(memory.predict(args, model, setting, sizes), model, setting)
+        lines += memory_lines(args, model, setting, sizes)
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")
     print(redact("\n".join(lines)), flush=True)
+
+
+def derived_lines(args) -> list[str]:
+    """Return the values of flags that were not given and follow from model and data, and why."""
+    lines = [f"  --{name} {value:g} was not given: {why}" for name, (value, why) in args.derived.items()]
+    return ["defaults   of this model and data, not the quickstart's:", *lines] if lines else []
+
+
+def memory_lines(args, model: Model, setting: memory.Setting, sizes: Sizes) -> list[str]:
+    """Return the upper bound of a rank's memory and its parts, with a warning where that may be too much."""
+    parts = memory.predict(args, model, setting, sizes)
+    needed = sum(parts.values())
+    there = setting.card or setting.host
+    count = f"{model.parameters / 1e6:.0f}M parameters"
+    shown = [f"{name} {part / GIB:.1f}" for name, part in parts.items() if part >= 0.05 * GIB]
+    lines = [
+        f"memory     at most {needed / GIB:.1f} of {there / GIB:.1f} GiB per rank ({count}; docs/evidence/memory.md)",
+        f"  parts    {', '.join(shown)}",
+    ]
+    if setting.card and (host := memory.host_memory(args, model, setting)):
+        lines.append(f"  host     at least {host / GIB:.1f} GiB of the machine's memory per rank")
+    if needed > (memory.USABLE * setting.card or setting.host):
+        lines.append(
+            f"warning: {needed / GIB:.1f} GiB may be needed, and a rank has {there / GIB:.1f}; see "
+            f"--gradient_checkpointing and --micro_batch_tokens, and on a GPU --vllm_sleep, --offload, and "
+            f"gpu_memory_utilization in --vllm_args"
+        )
+    return lines
 
 
 # ------------------------------------------------------------------------------------------------------------- a step

@@ -452,6 +452,15 @@ def usable_cores() -> float:
     return bound
 
 
+def free_memory() -> float:
+    """Return each rank's share of the memory that this node has left, or of its container's limit if that is less."""
+    left = [1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
+            left.append(int(Path(file).read_text()))
+    return min(left) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def prepare_environment(dtype: str = "auto") -> None:
     """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from runtime.system.process import refuse
 from runtime.training.batching import ROW_MULTIPLE, MicroBatch
@@ -74,25 +74,7 @@ def dense_mask(
 
 
 def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | None) -> BlockMask:
-    """Build the ``dense_mask`` for FlexAttention from the extremes of blocks of 128 places: no tensor is [S, S].
-
-    A block of queries skips a block of keys that none of it sees, and evaluates the rule only where some are seen and
-    some are not. In a block of earlier keys, those with the largest ``ends`` are seen by its first query if by any.
-    """
-    width = ends_BS.shape[1]
-    least_BK, most_BK = _extremes(ends_BS)
-    first_K = torch.arange(0, width, ROW_MULTIPLE, device=ends_BS.device)  # first and last place of each block
-    last_K = first_K + ROW_MULTIPLE - 1  # of a short block beyond the row: it is never full
-    earlier_KK = first_K[:, None] > first_K  # rows are queries
-    same_KK = first_K[:, None] == first_K
-    some_BKK = same_KK | (earlier_KK & (first_K[:, None] < most_BK[:, None]))
-    all_BKK = earlier_KK & (last_K[:, None] < least_BK[:, None])
-    if window is not None:
-        lowest_BK, highest_BK = _extremes(positions_BS)
-        nearest_BKK = lowest_BK[:, :, None] - highest_BK[:, None]
-        farthest_BKK = highest_BK[:, :, None] - lowest_BK[:, None]
-        some_BKK &= nearest_BKK < window
-        all_BKK &= farthest_BKK < window
+    """Build the ``dense_mask`` for FlexAttention: its rule, and a table of the blocks of places that it concerns."""
 
     def visible(b, h, q, k):
         return (k <= q) & (q < ends_BS[b, k])
@@ -101,28 +83,9 @@ def block_mask(ends_BS: torch.Tensor, positions_BS: torch.Tensor, window: int | 
         near = positions_BS[b, q] - positions_BS[b, k] < window
         return visible(b, h, q, k) & near
 
-    return BlockMask.from_kv_blocks(
-        *_ordered(some_BKK & ~all_BKK),
-        *_ordered(all_BKK),
-        BLOCK_SIZE=ROW_MULTIPLE,
-        mask_mod=visible if window is None else visible_in_window,
-        seq_lengths=(width, width),
-    )
-
-
-def _extremes(values_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and largest value of each block of places, [B, K] each. The last block may be short."""
-    last_BX = values_BS[:, -1:].expand(-1, -values_BS.shape[1] % ROW_MULTIPLE)
-    whole_BS = torch.cat([values_BS, last_BX], 1)
-    blocks_BKX = whole_BS.unflatten(1, (-1, ROW_MULTIPLE))
-    return blocks_BKX.amin(2), blocks_BKX.amax(2)
-
-
-def _ordered(chosen_BKK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (number [B, 1, K], indices [B, 1, K, K], these first) of the key blocks chosen per block of queries."""
-    chosen = chosen_BKK[:, None].int()
-    order = chosen.argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1).int(), order.int()
+    rows, width = ends_BS.shape
+    rule = visible if window is None else visible_in_window
+    return create_block_mask(rule, rows, None, width, width, ends_BS.device, BLOCK_SIZE=ROW_MULTIPLE)
 
 
 def grouped_attention(

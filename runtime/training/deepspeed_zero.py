@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.system import process
-from runtime.training.memory import reduce_bucket
+from runtime.training.memory import REDUCE_BUCKET
 
 PLACES = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_CPU_AFFINITY")
 # DeepSpeed's names of the fp32 master weights of a rank: ZeRO 1 and 2, 1 in bf16, and 3.
@@ -154,7 +154,7 @@ def deepspeed_config(args, dtype: torch.dtype, cuda: bool) -> dict:
     size (5e8) are allocated in every backward pass, which on a CPU costs more than the reduction. Overlapped reduction
     makes a single rank wait for the device after each micro-batch, with nothing to reduce.
     """
-    bucket = reduce_bucket(cuda)
+    bucket = REDUCE_BUCKET[cuda]
     zero = {
         "stage": args.zero_stage,
         "overlap_comm": cuda and process.world_size() > 1,

@@ -1,13 +1,17 @@
-"""Check a model's directory, or its config on the hub, before it is loaded, and its weights when it is. No torch."""
+"""Check a model's directory, or its config on the hub, before it is loaded, and read its sizes. Imports no torch."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import math
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from runtime.arguments.flags import RunFlags
 from runtime.arguments.values import CHAT_TEMPLATES, ModelName
@@ -16,6 +20,29 @@ from runtime.system.process import print_on_rank_0, refuse
 POLICY = "--model_name_or_path"
 LFS_POINTER = b"version https://git-lfs"  # how it begins
 ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base model first (peft: merge_and_unload)"
+# Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
+STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
+FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a transformer that determine its memory; ``intermediate`` is that of one token's experts in an MoE."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    recurrent: bool = False
+
+    @property
+    def cache_numbers(self) -> int:
+        """Return how many numbers a token's keys and values have."""
+        return 2 * self.layers * self.kv_heads * self.head_size
 
 
 def check_model(args: RunFlags, flag: str = POLICY) -> None:
@@ -85,6 +112,36 @@ def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, 
         refuse(f"{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
     check_unquantized(config, f"{flag} {name}")
     return config, {}, set()
+
+
+@functools.cache  # one question to the hub
+def read_model(name: ModelName) -> Model | None:
+    """Read the model in a folder or on the hub, None if fields are missing. Exits with code 2 if there is no model."""
+    config, _, _ = read_configs(name, "--model_name_or_path", dry_run=True)  # its weights may be elsewhere
+    parameters = 0
+    for weights in Path(name.name).glob("*.safetensors"):
+        with safe_open(weights, "np") as tensors:
+            parameters += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
+    text = config.get("text_config", config)
+    return model_of(text, parameters, config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
+def model_of(config: dict[str, Any], parameters: int = 0, tied: bool = True) -> Model | None:
+    """Build the model of a config.json, counting parameters if they are not given, or None if fields are missing."""
+    if any(not isinstance(config.get(name), int) for name in FIELDS):
+        return None
+    layers, hidden, intermediate, heads, vocabulary = [config[name] for name in FIELDS]
+    kv_heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or hidden // heads
+    experts = config.get("num_local_experts") or config.get("num_experts") or 1
+    if experts > 1:
+        intermediate = config.get("moe_intermediate_size") or intermediate
+    attention = (hidden + 1) * size * (heads + 2 * kv_heads) + hidden * size * heads  # with biases, as Qwen has them
+    layer = attention + 3 * hidden * experts * intermediate + 2 * hidden
+    parameters = parameters or layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
+    used = min(experts, config.get("num_experts_per_tok") or experts) * intermediate  # by a token
+    recurrent = not STATES.isdisjoint(config)
+    return Model(parameters, layers, hidden, used, heads, kv_heads, size, vocabulary, recurrent)
 
 
 def check_unquantized(config: dict[str, Any], model: str) -> None:

@@ -10,7 +10,6 @@ from torch import nn
 
 from runtime.arguments.values import is_dropout
 from runtime.system.process import print_on_rank_0, refuse
-from runtime.training import cpu_rates
 from runtime.training.attention import grouped_attention, varlen_attention
 from runtime.training.model_files import POLICY, load_complete
 
@@ -21,8 +20,7 @@ MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16 and flash attention begin
 def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     """Return (device of this rank, dtype of weights, attention implementation), with "auto" decided by the hardware.
 
-    A CPU uses the data type in which it multiplies faster (cpu_rates.py), bf16 only where fp32 is much slower: in bf16
-    the engine's log-probs differ from the trainer's by 3e-2 nats instead of 1e-5. A resumed run keeps its type.
+    A resumed run keeps its type.
 
     On CPUs in bf16, grouped attention trained faster than eager (an update 3.03 against 3.29 s, SmolLM2-135M), and
     eager than sdpa; in fp32 none was always ahead. On GPUs ``attention.choose_layout`` may change the attention.
@@ -39,8 +37,7 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     elif wanted == "float16":
         refuse("--dtype float16 needs a GPU: DeepSpeed does not train in float16 on CPUs; use bfloat16 or float32")
     elif wanted == "auto":
-        rates = cpu_rates.known_rates()
-        wanted = "bfloat16" if rates["bfloat16"] > cpu_rates.MARGIN * rates["float32"] else "float32"
+        wanted = cpu_dtype()
     dtype = getattr(torch, wanted)
     attention = args.attn_implementation
     if attention in ("flex_attention", "varlen") and not cuda:
@@ -48,6 +45,17 @@ def resolve_device(args) -> tuple[torch.device, torch.dtype, str]:
     if attention == "auto":
         attention = "grouped" if not cuda and dtype == torch.bfloat16 else "sdpa"
     return device, dtype, attention
+
+
+def cpu_dtype() -> str:
+    """Return bfloat16 for a CPU with instructions for it (AMX or AVX-512), and float32 for others.
+
+    One without them multiplies bf16 at a thirtieth of its fp32 rate or less. In bf16 the engine's log-probs differ from
+    the trainer's by 3e-2 nats instead of 1e-5.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    has_bf16 = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return "bfloat16" if has_bf16 else "float32"
 
 
 def describe_missing_gpu(args) -> None:

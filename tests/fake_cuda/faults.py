@@ -141,8 +141,8 @@ FAULTS: list[Fault] = [
     (
         "a bound without the activations of the MLP",
         "runtime/training/memory.py",
-        "    kept += number * 4 * model.intermediate\n",
-        "",
+        "model.heads * model.head_size + model.intermediate\n",
+        "model.heads * model.head_size\n",
         "memory --only 0.5B-24GB",
         "peak is above the bound",
     ),

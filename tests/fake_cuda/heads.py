@@ -74,7 +74,7 @@ def main() -> None:
         targets = torch.zeros(TOKENS, dtype=torch.long)
     print(f"{'head':34} {'launches':>8} {'products':>8} {'peak GiB':>8}  entropy")
     for bits in (24, 26):
-        utils.logit_block = lambda on_gpu, bits=bits: 2**bits
+        utils.LOGIT_BLOCK = (2**bits, 2**bits)
         measure(
             f"chunks of 4096, blocks of 2^{bits}", weight, states, lambda: own_head(weight, states, targets)[0], True
         )

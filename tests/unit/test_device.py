@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
+import json
 import os
 import queue
 import re
@@ -19,7 +21,7 @@ import torch
 from deepspeed.runtime.fp16 import loss_scaler
 from deepspeed.utils import timer
 from deepspeed.utils.config import get_timers_config
-from helpers import ROOT, clean_environment, folder_of, record, run_here, tiny_args
+from helpers import ROOT, clean_environment, folder_of, interrupted, record, run_here, tiny_args
 
 import grpo
 import rewards
@@ -86,6 +88,47 @@ def test_a_gpu_gets_the_type_that_it_has(monkeypatch, capsys, name, capability, 
         pretrained.resolve_device(grpo.Args(dtype=wanted))
     said = capsys.readouterr().err
     assert stop.value.code == 2 and name in said and expected in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("capabilities", "chosen"),
+    [
+        ({"avx2": True, "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, "float32"),
+        ({"avx512_bf16": True}, "bfloat16"),
+        ({"amx_bf16": True, "avx512_bf16": False}, "bfloat16"),
+        ({"architecture": "aarch64", "neon": True}, "float32"),
+    ],
+)
+def test_a_cpu_computes_in_bf16_where_it_has_instructions_for_it(monkeypatch, capabilities, chosen):
+    """A flag wins, and so does the type of the run that is resumed."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    _, dtype, attention = pretrained.resolve_device(grpo.Args())
+    assert (dtype, attention) == (getattr(torch, chosen), "grouped" if chosen == "bfloat16" else "sdpa")
+    resumed = grpo.Args()
+    resumed.recorded_choices = {"dtype": "bfloat16" if chosen == "float32" else "float32"}
+    assert pretrained.resolve_device(resumed)[1] != dtype
+    for name in ("bfloat16", "float32"):
+        assert pretrained.resolve_device(grpo.Args(dtype=name))[1] == getattr(torch, name)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has bf16 in any case")
+def test_a_resumed_run_keeps_its_type(tiny, tmp_path, monkeypatch):
+    """On a CPU that would choose another: from its folder, from a checkpoint that is named; not if overwritten."""
+    monkeypatch.setattr(pretrained, "cpu_dtype", lambda: "float32")
+    args = tiny_args(tiny, tmp_path / "runs", dtype="auto", micro_batch_tokens=None, save_every=1, run_name="kept")
+    interrupted(args, monkeypatch, after=1)
+    monkeypatch.setattr(pretrained, "cpu_dtype", lambda: "bfloat16")
+    checkpoint = folder_of(args) / "checkpoints" / "step_000001"
+    named = dataclasses.replace(args, run_name="named", resume=str(checkpoint))
+    for again in (named, args):
+        run_here(again)
+        config = json.loads((folder_of(again) / "config.json").read_text())
+        assert config["resumed_after"] == 1 and config["resolved"]["dtype"] == "float32"
+    anew = dataclasses.replace(args, overwrite=True)
+    grpo.preflight(anew)
+    assert pretrained.resolve_device(anew)[1] == torch.bfloat16
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -70,7 +70,6 @@ def test_config_and_files(folder):
     config = json.loads((folder / "config.json").read_text())
     assert set(config) == set(documented("config.json"))
     assert config["args"]["batch_layout"] == "auto" and config["args"]["vllm_args"] is None
-    assert set(config["resolved"].pop("product_rates")) == {"float32", "bfloat16"}
     resolved = {"dtype": "float32", "batch_layout": "shared", "attn_implementation": "sdpa", "micro_batch_tokens": 256}
     resolved |= {
         "logprob_chunk": 512,

@@ -813,7 +813,6 @@ def test_dry_run(tiny, tmp_path, capsys):
         "<|im_start|>user\\nState the final answer",
         "KL: 0.1 x k3 in the loss",
         "rows       shared (masks of at most ",
-        " GFLOP/s of a core)",
         "sizes      micro_batch_tokens ",
         ", logprob_chunk 512, ",
         "memory ",

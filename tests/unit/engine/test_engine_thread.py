@@ -34,7 +34,8 @@ from runtime.engine import engine_ranks, vllm_settings, weights
 from runtime.engine.client import Engine
 from runtime.environments.episodes import Episodes
 from runtime.system import watchdog
-from runtime.training import deepspeed_zero, memory
+from runtime.training import deepspeed_zero
+from runtime.training.model_files import Model
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
@@ -400,7 +401,7 @@ def test_the_ranks_of_engines_follow_those_of_the_trainers(monkeypatch, rank, en
 # ------------------------------------------------------------------------------------------------ what vLLM is built by
 
 
-SMALL = memory.Model(10**6, layers=2, hidden=16, intermediate=16, heads=2, kv_heads=2, head_size=8, vocabulary=64)
+SMALL = Model(10**6, layers=2, hidden=16, intermediate=16, heads=2, kv_heads=2, head_size=8, vocabulary=64)
 
 
 def built(
@@ -417,7 +418,7 @@ def built(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(vllm, "LLM", lambda **given: given, raising=False)
     monkeypatch.setattr(vllm_settings, "read_configs", lambda *_, **__: (config or {}, {}, set()))
-    monkeypatch.setattr(memory, "read_model", lambda name: model)
+    monkeypatch.setattr(vllm_settings, "read_model", lambda name: model)
     return script.build_vllm(script.Args(**changes), dtype, 0, 1)
 
 

@@ -28,7 +28,7 @@ print(json.dumps(agreement.decided([one["choices"] for one in found])))
 def choice(capability=(0, 0), card=0, **more) -> dict:
     """The choice of a rank for a device; its sizes follow from the memory of the GPU."""
     known = {"capability": list(capability), "card": card, "dtype": "bfloat16", "sizes": {"tokens": card}}
-    return known | {"layout": "shared", "attention": "sdpa", "rates": {}} | more
+    return known | {"layout": "shared", "attention": "sdpa"} | more
 
 
 def launched(*ranks: dict | str, patience: float = 60.0) -> list[tuple[int, str]]:
@@ -47,11 +47,11 @@ def launched(*ranks: dict | str, patience: float = 60.0) -> list[tuple[int, str]
 
 
 @pytest.mark.slow
-def test_cpus_take_what_rank_0_measured():
-    """One rank has rates of AMX in its cache, the other none; bf16 pays for one alone."""
+def test_cpus_take_what_rank_0_chose():
+    """One rank's CPU has instructions for bf16, the other's has not."""
     facts = {"package": {"torch": "2"}}
-    fast = choice(dtype="bfloat16", sizes={"tokens": 3072}, rates={"float32": 600.0, "bfloat16": 900.0})
-    slow = choice(dtype="float32", sizes={"tokens": 1024}, rates={"float32": 80.0, "bfloat16": 90.0})
+    fast = choice(dtype="bfloat16", sizes={"tokens": 3072})
+    slow = choice(dtype="float32", sizes={"tokens": 1024})
     for first, second in ((fast, slow), (slow, fast)):
         ends = launched({"facts": facts, "choices": first}, {"facts": facts, "choices": second})
         assert [code for code, _ in ends] == [0, 0] and [json.loads(text) for _, text in ends] == [first, first]
@@ -96,7 +96,7 @@ def test_gpus_take_the_sizes_of_the_smallest_and_the_type_of_the_oldest():
 
 
 def test_a_run_goes_as_all_ranks_have_decided(tiny, tmp_path, monkeypatch):
-    """Rank 0 has a CPU that is fast in bf16; this rank, with rates of its own, takes what rank 0 chose."""
+    """Rank 0 has a CPU with bf16; this rank, whose CPU has none, takes what rank 0 chose."""
     theirs = {}
 
     def exchange(name, mine, patience):

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import is_finished
-import memory_tables as script
 import pytest
-from helpers import PROBLEMS, ROOT, make_tiny
+from helpers import PROBLEMS, make_tiny
 
 import grpo
 import ppo
@@ -19,17 +18,17 @@ from rewards import truth_error
 from runtime.arguments import flags
 from runtime.data import problem_set, rendering
 from runtime.data.samples import Problem
-from runtime.run import directory
+from runtime.run import directory, logger
 from runtime.run.identity import changed_arguments, code_of, recorded
-from runtime.training import derived_defaults, memory
+from runtime.training import derived_defaults, model_files
 
 
 def parsed(*words: str, of=grpo):
     return flags.parse(of.Args, words=[str(word) for word in words])
 
 
-def of_size(parameters: float) -> memory.Model:
-    return memory.Model(int(parameters), 24, 896, 4864, 14, 2, 64, 151_936)
+def of_size(parameters: float) -> model_files.Model:
+    return model_files.Model(int(parameters), 24, 896, 4864, 14, 2, 64, 151_936)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +55,7 @@ def filled(args):
     """The arguments as a run has them, and the lines of its header."""
     problems, held_out = problem_set.load_problems(args, truth_error)
     derived_defaults.fill(args, problems, held_out)
-    tokenizer = rendering.load_tokenizer(args)
-    problems, held_out = rendering.render_problems(problems, held_out, tokenizer, args)
-    model = memory.read_model(args.model)
-    return args, derived_defaults.reasons(args, problems, held_out, model, tokenizer)
+    return args, logger.derived_lines(args)
 
 
 @pytest.mark.integration
@@ -74,7 +70,7 @@ def test_the_quickstart_is_what_it_was(of, tiny):
         problems, held_out = problem_set.load_problems(args, truth_error)
         derived_defaults.fill(args, problems, held_out)
         assert dataclasses.asdict(args) == before
-        assert derived_defaults.reasons(args, problems, held_out, memory.read_model(args.model), None) == []
+        assert logger.derived_lines(args) == []
 
 
 @pytest.mark.parametrize(
@@ -83,12 +79,12 @@ def test_the_quickstart_is_what_it_was(of, tiny):
 )
 def test_the_rate_follows_from_the_size_of_the_model(parameters, rates, monkeypatch):
     """Of policy and critic; what is given, by flag or preset, stays. 20 steps are the quickstart's alone."""
-    monkeypatch.setattr(memory, "read_model", lambda *rest: of_size(parameters))
+    monkeypatch.setattr(model_files, "read_model", lambda *rest: of_size(parameters))
     problems = [Problem([], "1", "last_number", {})] * 1000
     args = parsed("--model_name_or_path", "someone/model", of=ppo)
     derived_defaults.fill(args, problems, [])
     assert (args.learning_rate, args.critic_learning_rate) == rates
-    assert args.total_steps == (20 if parameters < derived_defaults.SMALL else 200)
+    assert args.total_steps == (20 if parameters < min(derived_defaults.RATES) else 200)
     for words in (["--learning_rate", "7e-6"], ["--learning-rate=7e-6"]):
         args = parsed("--model_name_or_path", "someone/model", *words)
         derived_defaults.fill(args, problems, [])
@@ -258,7 +254,3 @@ def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "--max_response_length 1024 was not given: the verifier gsm8k" in out
     assert "at most 65536 new tokens" in out
-
-
-def test_the_table_of_defaults_is_what_the_command_prints():
-    assert script.defaults_table() in (ROOT / "docs" / "evidence" / "gpu.md").read_text()
