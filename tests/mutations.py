@@ -92,8 +92,8 @@ MUTATIONS = [
     (
         "KL in the loss whatever the placement",
         "runtime/arguments/flags.py",
-        "return InitialKL(self.beta * in_loss, reward_coef * in_reward)",
-        "return InitialKL(self.beta, reward_coef * in_reward)",
+        "return self.beta * in_loss, reward_coef * in_reward",
+        "return self.beta, reward_coef * in_reward",
     ),
     ("no weight on the KL", GRPO, "            kl_T = weight_T * kl_T\n", ""),
     (

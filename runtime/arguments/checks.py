@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
-import itertools
 import math
 import os
 import re
@@ -19,16 +18,16 @@ from runtime.system.process import refuse
 MUST_BE_POSITIVE = (
     *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "num_mini_batches", "num_epochs"),
     *("total_steps", "max_prompt_length", "max_response_length", "temperature", "learning_rate", "call_timeout"),
-    *("max_turns", "eval_samples", "vllm_tensor_parallel_size"),
+    *("total_epochs", "max_turns", "eval_samples", "vllm_tensor_parallel_size"),
 )
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coef")
 AT_MOST_ONE = ("lr_min_ratio", "gamma", "gae_lambda", "value_norm_beta")
+NEEDS_VLLM = {"stop_strings": (), "vllm_engines": 0, "inflight_updates": "off"}  # flags, and their values without it
 NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 
 def check(args: RunFlags, world_size: int) -> None:
     """Reject settings that no script supports or that would be ignored. Loads no model, writes nothing."""
-    check_launch(world_size)
     check_places(args)
     check_words(args)
     for name in STRUCTURED:
@@ -91,10 +90,6 @@ def check_places(args: Any) -> None:
 
     An unset shell variable gives an empty name, and --overwrite deletes the content of the folder it names.
     """
-    if not args.output_dir:
-        refuse("--output_dir: is empty (RUN_DIR is its default); pass the folder that contains the runs")
-    if args.output_dir.startswith("~"):
-        refuse(f"--output_dir {args.output_dir}: '~' was not expanded; pass an absolute path")
     for flag, most in (("run_name", NAME_BYTES), ("exp_name", 100)):
         name = getattr(args, flag, None)  # only what trains has an exp_name
         if name is None:
@@ -115,7 +110,7 @@ def check_words(args: RunFlags) -> None:
         for word in value if isinstance(value, tuple) else (value,):
             if word == "":
                 refuse(f"--{name}: is empty (an unset shell variable?); drop the flag or pass a value")
-            if isinstance(word, str) and re.search(r'(^|[,"])\s*~/', word):
+            if isinstance(word, str) and re.search(r'(^|[,"])\s*~(/|$)', word):
                 refuse(f"--{name} {word}: '~' was not expanded; pass an absolute path")
             if isinstance(word, str) and word.endswith(("\r", "\n")):
                 refuse(f"--{name} {word!r}: ends with a carriage return or newline; convert CRLF (dos2unix)")
@@ -123,12 +118,6 @@ def check_words(args: RunFlags) -> None:
 
 def check_numbers(args: RunFlags) -> None:
     """Reject numbers outside their range."""
-    if args.non_stop_penalty < 0:
-        refuse(
-            f"--non_stop_penalty {args.non_stop_penalty:g}: is subtracted, so truncation would be rewarded; for a "
-            f"score of {args.non_stop_penalty:g} pass --non_stop_penalty {-args.non_stop_penalty:g} with "
-            f"--mask_no_eos_with_zero"
-        )
     for name, value in dataclasses.asdict(args).items():
         if isinstance(value, float) and not math.isfinite(value):
             refuse(f"--{name} {value}: must be a finite number")
@@ -147,7 +136,6 @@ def check_training(args: RunFlags) -> None:
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     longest = args.max_prompt_length + args.max_response_length
-    sample = f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length}"
     episodes = args.total_episodes
     dropped = args.dataset_filter
     check_warmup_steps("--warmup_steps ", args.warmup_steps)
@@ -161,13 +149,12 @@ def check_training(args: RunFlags) -> None:
             f"--total_episodes {episodes} is less than the {prompts * group} samples of one step "
             f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group}); increase it"
         )
-    if args.total_epochs is not None and args.total_epochs <= 0:
-        refuse(f"--total_epochs {args.total_epochs}: must be above 0")
     if episodes is not None and args.total_epochs is not None:
         refuse("--total_episodes and --total_epochs both set the length of the run; pass one of them")
     if args.micro_batch_tokens is not None and args.micro_batch_tokens < longest:
         refuse(
-            f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: {sample} = {longest}"
+            f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: --max_prompt_length "
+            f"{args.max_prompt_length} + --max_response_length {args.max_response_length} = {longest}"
         )
     if args.ignore_eos and args.mask_truncated_completions:
         refuse(
@@ -201,7 +188,6 @@ def check_kl(args: Any) -> None:
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = args.kl_coefficients
-    adaptive = args.kl_target is not None
     if not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"):
         refuse(
             f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, but --kl_placement is "
@@ -212,8 +198,8 @@ def check_kl(args: Any) -> None:
             f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: --kl_placement reward has a single "
             f"coefficient; pass one of the two flags, or use --kl_placement both"
         )
-    target, horizon = target_and_horizon(args) if adaptive else (math.inf, math.inf)
-    if adaptive and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
+    target, horizon = target_and_horizon(args) if args.kl_target is not None else (math.inf, math.inf)
+    if args.kl_target is not None and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
         refuse(
             f"--kl_target adjusts the KL coefficient in the {'reward' if in_reward else 'loss'}; it needs "
             f"--{'kl_reward_coef or --' if in_reward else ''}beta, TARGET and HORIZON above 0, and a "
@@ -247,8 +233,9 @@ def check_engine(args: RunFlags, world_size: int) -> None:
         refuse(f"--offload param needs --zero_stage 3, not {args.zero_stage}")
     if args.vllm_sleep == "all" and args.zero_stage != 2:
         refuse(f"--vllm_sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
-    if args.rollout == "hf" and args.stop_strings:
-        refuse("--stop_strings needs --rollout vllm")
+    for name, otherwise in NEEDS_VLLM.items():
+        if args.rollout == "hf" and getattr(args, name) != otherwise:
+            refuse(f"--{name} needs --rollout vllm")
     if args.environment is None and args.max_turns != type(args).max_turns:
         refuse(f"--max_turns {args.max_turns} has no effect without --environment; drop --max_turns")
     if (world_size % tp != 0 and args.vllm_engines == 0) or (args.rollout == "hf" and tp > 1):
@@ -262,8 +249,6 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     """
     tp = args.vllm_tensor_parallel_size
     apart = args.vllm_engines > 0
-    if apart and args.rollout != "vllm":
-        refuse(f"--vllm_engines {args.vllm_engines} needs --rollout vllm, not {args.rollout}")
     if apart and args.vllm_sleep != "off":
         refuse(
             f"--vllm_sleep {args.vllm_sleep} with --vllm_engines {args.vllm_engines}: an engine on its own GPU frees "
@@ -297,11 +282,6 @@ def check_asynchrony(args: RunFlags) -> None:
             f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0, no sequence is "
             f"running when the weights are updated"
         )
-    if inflight and args.rollout == "hf":
-        refuse(
-            f"--inflight_updates {args.inflight_updates} needs --rollout vllm: transformers' generate cannot update "
-            f"weights in the middle of a response"
-        )
     if ahead and args.vllm_sleep != "off":
         refuse(
             f"--vllm_sleep {args.vllm_sleep} with --async_steps {args.async_steps}: it discards the sequences that "
@@ -311,22 +291,4 @@ def check_asynchrony(args: RunFlags) -> None:
         refuse(
             "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
             "applied; pass one of them"
-        )
-
-
-def check_launch(world_size: int) -> None:
-    """Reject a launch with --num_processes above 1 that started a single process.
-
-    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
-    DeepSpeed is named; only the parent's command line still has the requested number.
-    """
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:
-        return
-    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
-    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
-        refuse(
-            f"--num_processes {wanted[-1]} was requested, but only one process was started: launch with "
-            f"--use_deepspeed or --config_file scripts/zero2.yaml"
         )

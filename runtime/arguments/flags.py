@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from runtime.arguments.values import ChatTemplate, InitialKL, ModelName, config_overrides, sources
+from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, sources
 from runtime.system import user_files
 from runtime.system.process import json_object
 
@@ -85,8 +85,7 @@ class RunFlags:
     """End the run if no rank makes progress for this many seconds. An engine that sends nothing for that long is
     restarted, at most twice; if it cannot be restarted, the run ends. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
-    """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, which scripts/submit.py
-    sets; without it, the folder "runs"."""
+    """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, or "runs" without it."""
     run_name: str | None = None
     """Name of this run's folder. Default: exp_name, the arguments that differ from their defaults, and the seed."""
     overwrite: bool = False
@@ -260,12 +259,12 @@ class RunFlags:
     eval_sources = cached_property(lambda args: sources(str(args.eval_dataset or ""), "--eval_dataset"))
 
     @property
-    def kl_coefficients(self) -> InitialKL:
+    def kl_coefficients(self) -> tuple[float, float]:
         """Initial coefficients of the KL in the loss and in the reward."""
         in_loss = self.kl_placement in ("loss", "both")
         in_reward = self.kl_placement in ("reward", "both")
         reward_coef = self.beta if self.kl_reward_coef is None else self.kl_reward_coef
-        return InitialKL(self.beta * in_loss, reward_coef * in_reward)
+        return self.beta * in_loss, reward_coef * in_reward
 
     @property
     def loads_reference(self) -> bool:
@@ -315,18 +314,16 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
 
 
 def with_tracker(words: list[str]) -> list[str]:
-    """Return the command line with --track wandb in place of --track without a value, and without --no_track."""
+    """Return the command line with --track wandb in place of --track without a value."""
     found = []
     for word, following in zip(words, [*words[1:], "--"], strict=False):
-        found += [] if word in ("--no_track", "--no-track") else [word]
-        found += ["wandb"] if word == "--track" and following.startswith("-") else []
+        found += [word, "wandb"] if word == "--track" and following.startswith("-") else [word]
     return found
 
 
 def is_open(args: Any, name: str) -> bool:
     """Return True if a flag of OPEN was not set, so that its value is derived. False for Args made in Python."""
-    lengths = ("total_steps", "total_episodes", "total_epochs")
-    names = lengths if name == "total_steps" else (name,)
+    names = LENGTH if name == "total_steps" else (name,)
     known = name in OPEN and hasattr(args, name) and args.flags_set is not None
     return known and not args.flags_set.intersection(names)
 

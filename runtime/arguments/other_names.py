@@ -52,10 +52,9 @@ def unknown_names(words: list[str], fields: dict[str, dataclasses.Field]) -> tup
         if word.startswith("--"):
             last = name.removeprefix("no_") if name.removeprefix("no_") in fields else name
             kind = str(fields[last].type) if last in fields else ""
-            is_switch = kind == "bool"
-            room = 0 if assigned or is_switch or not kind else float("inf") if kind.startswith("tuple[str") else 1
+            room = 0 if assigned or kind in ("", "bool") else float("inf") if kind.startswith("tuple[str") else 1
             unknown += [] if kind or last in ("help", "preset") else [last]
-            switches += [last] if is_switch and assigned else []
+            switches += [last] if kind == "bool" and assigned else []
         elif room > 0:
             room -= 1
         elif ASSIGNMENT.match(word):

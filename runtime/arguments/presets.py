@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 from runtime.system.process import refuse
 
-# A field that one script alone has tells them apart, in an edited copy under another name as well.
-MARKS = {"grpo": "advantage_normalization_type", "ppo": "gae_lambda"}
-
 
 class Difference(NamedTuple):
     """Difference to a framework that no flag expresses: text, size, and the only script it concerns."""
@@ -28,14 +25,11 @@ class Difference(NamedTuple):
     script: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """Defaults of another framework. ``compared``: its own functions that the tests call."""
+class Preset(NamedTuple):
+    """Defaults of another framework, as this project's flags."""
 
     version: str
-    about: str
     scripts: list[str]
-    compared: str
     differences: list[Difference]
     flags: dict[str, Any]
 
@@ -54,9 +48,9 @@ PRESETS = {
 
 
 def script_of(cls: type) -> str:
-    """Return "grpo" or "ppo", the script that a class of arguments belongs to, or "" for other programs."""
-    fields = {f.name for f in dataclasses.fields(cls)}
-    return next((script for script, mark in MARKS.items() if mark in fields), "")
+    """Return "grpo" or "ppo", the script of a class of arguments also in an edited copy, or "" for other programs."""
+    fields = {f.name for f in dataclasses.fields(cls)}  # each script has one that the other lacks
+    return "grpo" if "advantage_normalization_type" in fields else "ppo" if "gae_lambda" in fields else ""
 
 
 def asked_for(cls: type, words: list[str]) -> str:
@@ -67,8 +61,7 @@ def asked_for(cls: type, words: list[str]) -> str:
     given = [
         w.partition("=")[2] or after for w, after in itertools.pairwise([*words, ""]) if w.split("=")[0] == "--preset"
     ]
-    script = script_of(cls)
-    known = [other for other, preset in PRESETS.items() if script in preset.scripts]
+    known = [name for name, preset in PRESETS.items() if script_of(cls) in preset.scripts]
     if not known:
         refuse("--preset is for grpo.py and ppo.py and their copies")
     if given[-1] not in known:

@@ -16,11 +16,8 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "data" / "templates"
 CHAT_TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8").removesuffix("\n") for path in sorted(TEMPLATES.glob("*.jinja"))
 }
-# Arguments of apply_chat_template that --chat_template cannot set because the project sets them.
-TEMPLATE_ARGUMENTS = (
-    *("conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
-    *("return_dict", "return_assistant_tokens_mask", "strftime_now"),
-)
+# Names that a template reads and the project sets.
+TEMPLATE_ARGUMENTS = {"messages", "add_generation_prompt", "strftime_now"}
 
 
 class ModelName(NamedTuple):
@@ -36,13 +33,6 @@ class ModelName(NamedTuple):
             return cls(text, None)
         name, _, revision = text.rpartition("@")
         return cls(name, revision)
-
-
-class InitialKL(NamedTuple):
-    """Coefficients of the KL at the start of a run; 0 where --kl_placement puts none."""
-
-    loss: float
-    reward: float
 
 
 class Source(NamedTuple):
@@ -70,8 +60,7 @@ class ChatTemplate:
             return cls(CHAT_TEMPLATES[value], {})
         if Path(value).is_file():
             return cls(Path(value).read_text(encoding="utf-8-sig"), {})
-        known = ", ".join(CHAT_TEMPLATES)
-        refuse(f"--chat_template {on_a_line(value)}: neither a file nor one of {known}")
+        refuse(f"--chat_template {on_a_line(value)}: neither a file nor one of {', '.join(CHAT_TEMPLATES)}")
 
 
 def template_variables(text: str) -> dict[str, Any]:
@@ -80,7 +69,7 @@ def template_variables(text: str) -> dict[str, Any]:
     for name, value in found.items():
         if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
             refuse(f"--chat_template: {name} is the text {value!r}, which counts as true; pass it without quotes")
-    if taken := found.keys() & set(TEMPLATE_ARGUMENTS):
+    if taken := found.keys() & TEMPLATE_ARGUMENTS:
         refuse(f"--chat_template: {min(taken)} is set by the program and cannot be a variable; drop it")
     return found
 

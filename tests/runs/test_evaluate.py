@@ -374,10 +374,10 @@ def test_the_help_has_the_flags_of_an_evaluation_alone(run, capsys):
     fields = {f.name for f in dataclasses.fields(evaluate.Args)}
     assert end.value.code == 0 and shown == fields - set(evaluate.TRAINING) and len(shown) > 30
     assert {"run", "save_every", "resume", "keep_checkpoints", "temperature"}.isdisjoint(shown)
-    args = evaluate.parse(["--save_every", "5", "--no_track", "--eval-every=2", "--eval_samples", "3"])[0]
+    args = evaluate.parse(["--save_every", "5", "--track", "--eval-every=2", "--eval_samples", "3"])[0]
     assert (args.save_every, args.eval_samples) == (5, 3)
     said = capsys.readouterr().err
-    assert said == "warning: --save_every, --no_track, --eval_every: no effect in an evaluation, which does not train\n"
+    assert said == "warning: --save_every, --track, --eval_every: no effect in an evaluation, which does not train\n"
     with pytest.raises(SystemExit):
         evaluate.parse(["--run", str(run[0]), "--help"])
     with_run = set(re.findall(r"^. --(\w+)", capsys.readouterr().out, flags=re.MULTILINE))

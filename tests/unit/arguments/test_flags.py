@@ -9,7 +9,6 @@ import resource
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import evaluate
@@ -136,7 +135,7 @@ CASES = {
     "a filter of none": ({"dataset_filter": (0.5, 0.0)}, ["--dataset_filter (0.5, 0.0)", "THRESHOLD above 0"]),
     "a penalty that pays": (
         {"non_stop_penalty": -1.0},
-        ["--non_stop_penalty -1: is subtracted", "--non_stop_penalty 1 with --mask_no_eos_with_zero"],
+        ["--non_stop_penalty -1.0: must be 0 or more"],
     ),
     "a length of no reward model": (
         {"reward_model_max_length": 9},
@@ -273,7 +272,7 @@ CASES = {
     },
     "dedicated, hf": (
         {"vllm_engines": 1, "rollout": "hf"},
-        ["--vllm_engines 1 needs --rollout vllm"],
+        ["--vllm_engines needs --rollout vllm"],
     ),
     "dedicated, asleep": (
         {"vllm_engines": 1, "vllm_sleep": "engine"},
@@ -374,7 +373,7 @@ CASES = {
     "an experiment above": ({"exp_name": "../x"}, ["--exp_name '../x'"]),
     "a name of many letters": ({"run_name": "名" * 86}, ["--run_name: has 258 bytes", "at most 255"]),
     "an experiment of many letters": ({"exp_name": "é" * 51}, ["--exp_name: has 102 bytes", "at most 100"]),
-    "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "RUN_DIR"]),
+    "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "unset shell variable"]),
     "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "not expanded"]),
     "a home in a list": (
         {"dataset": "a.jsonl, ~/b.jsonl"},
@@ -847,14 +846,6 @@ def test_sizes_that_are_left_open_follow_the_device():
         assert list(vars(default_sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
     long = default_sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_chunk) == (22000, 4096)
-
-
-def test_fewer_processes_than_asked_for():
-    """A launcher's command line that asks for two ranks, and one process under it."""
-    inner = f"{sys.executable} grpo.py --dry_run; exit $?"  # the semicolon keeps bash as the parent
-    code, _, err, _ = call("bash", "-c", inner, "launch", "--num_processes", "2")
-    assert code == 2
-    assert "--num_processes 2" in err and "scripts/zero2.yaml" in err
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])
