@@ -44,7 +44,7 @@ import submit_snapshot
 from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, file_at, has_launcher, split_at
 
 from runtime.system import git
-from runtime.system.redaction import SECRET_NAME, form_of_secret
+from runtime.system.redaction import FORMS, SECRET_NAME, names_secret
 
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
@@ -77,6 +77,19 @@ MASON = {
     "give --output_dir in the command": "auto_output_dir_path artifact_ttl",
     "leave it out": "pure_docker_mode no_hf_cache_env no_mount_nfs no_auto_dataset_cache auto_checkpoint_state_dir",
 }
+
+
+def form_of_secret(words: Sequence[str]) -> str:
+    """Return the kind of secret in the words of a command line, or "" if there is none."""
+    text = "\0".join(words)
+    for what, form in FORMS:
+        if form.search(text):
+            return what
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and names_secret(flag) and (value if equals else following[:2].strip("-")):
+            return f"the value of {flag}"
+    return ""
 
 
 def refuse(message: str, code: int = 2) -> NoReturn:
