@@ -79,7 +79,7 @@ MASON = {
 }
 
 
-def form_of_secret(words: Sequence[str]) -> str:
+def form_of_secret(words: list[str]) -> str:
     """Return the kind of secret in the words of a command line, or "" if there is none."""
     text = "\0".join(words)
     for what, form in FORMS:
