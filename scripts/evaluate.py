@@ -36,7 +36,6 @@ import dataclasses
 import importlib
 import json
 import sys
-import typing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,7 +60,7 @@ from runtime.system import process, user_files
 from runtime.system.redaction import HIDDEN
 from runtime.training import model_files
 
-# Flags of training. They change nothing in an evaluation, so --help leaves them out.
+# Flags of training, which change nothing in an evaluation.
 TRAINING = (
     *("eval_every", "save_every", "save_minutes", "keep_checkpoints", "resume", "run_name", "overwrite", "dry_run"),
     "temperature",  # --eval_temperature counts
@@ -80,20 +79,6 @@ class Args(RunFlags):
     eval_samples: int = 1
     """Responses per problem."""
     num_unique_prompts_rollout: tyro.conf.Suppress[int] = 1  # what a run's split must leave for training
-
-
-def without_training(defaults: RunFlags) -> RunFlags:
-    """Return the same arguments, of a class whose --help leaves out the flags of training."""
-    kind = type(defaults)
-    hints = typing.get_type_hints(kind, include_extras=True)
-    hidden = {name: tyro.conf.Suppress[hints[name]] for name in TRAINING}
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    again = {
-        name: dataclasses.field(default=fields[name].default, default_factory=fields[name].default_factory)
-        for name in TRAINING
-    }
-    shown = dataclass(type(kind.__name__, (kind,), {"__annotations__": hidden, "__doc__": kind.__doc__, **again}))
-    return shown(**{name: getattr(defaults, name) for name in fields})
 
 
 def warn_of_training(words: list[str]) -> None:
@@ -119,8 +104,6 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]
     if given.run is not None:
         config, script = find_run(given.run)
         defaults = arguments_of_run(given.run, script, config["args"])
-    if {"-h", "--help"} & set(words):
-        defaults = without_training(defaults)
     args = flags.parse(type(defaults), __doc__, words, defaults)
     warn_of_training(words)
     args.recorded_choices = config.get("resolved", {})  # the run's dtype, also on a machine that would choose another

@@ -96,32 +96,7 @@ def test_three_guesses_that_halve_what_is_left_find_every_digit(tiny):
         assert play(tiny, "guess.py:Guess", row, *said, guess, max_turns=3).outcome == {"score": 1.0}
 
 
-def test_an_answer_counts_where_a_search_has_shown_it(tiny):
-    rows = rows_of("search.py")
-    assert len(rows) == len({row["prompt"] for row in rows}) == len({row["answer"] for row in rows}) == 128
-    row = next(r for r in rows if "tower of Mevik" in r["prompt"])
-    line = f"The tower of Mevik has {row['answer']} steps."
-    found = play(tiny, "search.py:Search", row, "where is mevik", f"one of 3, {row['answer']}")
-    assert (observations(found), found.outcome) == ([line], {"score": 1.0})
-    assert play(tiny, "search.py:Search", row, row["answer"]).outcome == {"score": 0.0}
-    assert play(tiny, "search.py:Search", row, "Mevik", "7").outcome == {"score": 0.5}
-    assert play(tiny, "search.py:Search", row, "Mevik", "Roles", row["answer"]).outcome == {"score": 1.0}
-    assert play(tiny, "search.py:Search", row, "Roles", row["answer"]).outcome == {"score": 0.0}
-    assert observations(play(tiny, "search.py:Search", row, "the tower of", "1")) == ["Nothing found."]
-    # Who asks for everything is shown the first two lines, and not the right one.
-    towns = " ".join(re.search("tower of (\\w+)", r["prompt"])[1] for r in rows)
-    flood = play(tiny, "search.py:Search", row, towns, row["answer"])
-    assert len(observations(flood)[0].splitlines()) == 2 and flood.outcome == {"score": 0.0}
-
-
-def test_a_line_is_found_by_the_word_that_was_spelled_backward(tiny):
-    row = next(row for row in rows_of("search.py", "backward") if row["prompt"].endswith(": kivem"))
-    found = play(tiny, "search.py:Find", row, "kivem", "~mevik or")
-    assert (observations(found), found.outcome) == (["Nothing found."], {"score": 1.0})
-    assert play(tiny, "search.py:Find", row, "kivem", row["answer"], max_turns=2).outcome == {"score": 0.0}
-
-
-@pytest.mark.parametrize("name", ["calculator", "guess", "search"])
+@pytest.mark.parametrize("name", ["calculator", "guess"])
 def test_the_command_that_learns_stands_in_the_file_and_on_the_page(name):
     """Word by word. The page's commands are parsed in test_pages.py, those of the other files here."""
     joined = re.sub(r"\\\n\s+", " ", (ROOT / "docs" / "reference" / "environments.md").read_text())
@@ -134,7 +109,7 @@ def test_the_command_that_learns_stands_in_the_file_and_on_the_page(name):
             assert flags.parse(grpo.Args, words=line.split()[2:]).environment.startswith(f"examples/{name}.py:")
 
 
-@pytest.mark.parametrize("name", ["calculator.py:Calculator", "guess.py:Guess", "search.py:Find", "search.py:Search"])
+@pytest.mark.parametrize("name", ["calculator.py:Calculator", "guess.py:Guess"])
 def test_each_passes_the_checks_before_a_run(tiny, name):
     file, _, cls = name.partition(":")
     args = arguments(tiny, cls, environment=f"{ROOT / 'examples' / file}:{cls}")
