@@ -76,22 +76,25 @@ def _input_output_tests(truth: str, seconds: float) -> CodeTests:
     arguments, the function may be a method of a class Solution, and a list of one output stands for the output itself
     as well: some of APPS's are wrapped, others are not. Raises ValueError for what is not of this form.
     """
-    given = json.loads(truth)
-    inputs, outputs, entry = given.get("inputs"), given.get("outputs"), given.get("fn_name") or ""
+    tests = json.loads(truth)
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    entry = tests.get("fn_name") or ""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError('must hold "inputs" and "outputs", two lists of equal length, and at least one of each')
     if entry and not str(entry).isidentifier():
         raise ValueError(f"fn_name is {entry!r}, not the name of a function")
     calls, programs = [], []
-    for number, pair in enumerate(zip(inputs, outputs, strict=True)):
-        lines = [[side] if isinstance(side, str) else side for side in pair]
-        if entry and not isinstance(pair[0], list):
+    for number, (given, output) in enumerate(zip(inputs, outputs, strict=True)):
+        lines = [[side] if isinstance(side, str) else side for side in (given, output)]
+        if entry and not isinstance(given, list):
             raise ValueError(f"test {number}: with fn_name its input must be a list of arguments")
         if entry:
-            wrapped = isinstance(pair[1], list) and len(pair[1]) == 1
-            calls.append((pair[0], [pair[1], *(pair[1] if wrapped else [])]))
+            right = [output]
+            if isinstance(output, list) and len(output) == 1:
+                right += output
+            calls.append((given, right))
         elif all(isinstance(side, list) and set(map(type, side)) <= {str} for side in lines):
-            programs.append(("\n".join(lines[0]), "\n".join(lines[1])))
+            programs.append(tuple(map("\n".join, lines)))
         else:
             raise ValueError(f"test {number}: without fn_name its input and output must be text, or lists of lines")
     return CodeTests(entry, seconds, tuple(calls), bool(entry), tuple(programs))
@@ -110,7 +113,8 @@ def _listed_tests(found: object, entry: str, seconds: float, row: dict) -> CodeT
     texts = [set(map(type, pair)) == {str} for pair in pairs]
     if all(texts) and "functional" in {test.get("testtype") for test in found}:
         about = found[0].get("metadata") or row.get("metadata") or {}
-        name = (json.loads(about) if isinstance(about, str) else about).get("func_name") or entry
+        about = json.loads(about) if isinstance(about, str) else about
+        name = about.get("func_name") or entry
         if not str(name).isidentifier():
             raise ValueError(f"func_name is {name!r}, not the name of a function")
         calls = []
@@ -250,17 +254,10 @@ def run_tests(program: str, tests: CodeTests) -> str:
 
 
 def _try_tests(tests: CodeTests) -> str:
-    """Return what is wrong with test code that has no program, as far as its first call shows; "" if nothing does.
-
-    What ends without a word is tried once more: on a busy machine a test may not even have been loaded in its time.
-    """
-    for _ in range(2):
-        with Sandbox(tests.seconds) as judge:
-            judge.start(**_judge_job(tests, ""))
-            line = judge.ask(b"")
-        if line:
-            break
-    said = json.loads(line or "{}")
+    """Return what is wrong with test code that has no program, as far as its first call shows; "" if nothing does."""
+    with Sandbox(tests.seconds) as judge:
+        judge.start(**_judge_job(tests, ""))
+        said = json.loads(judge.ask(b"") or "{}")
     name = said.get("function", "")
     if name[:1].isupper() and "." not in name:
         return f"it makes an object of the program's class {name}, and only plain values can be exchanged"

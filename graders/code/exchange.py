@@ -34,7 +34,8 @@ def encode(value):
 
     Subclasses count as their bases, numbers of NumPy as Python's. Raises NoPlainValue for anything else.
     """
-    if type(value).__module__ == "numpy" and hasattr(value, "item") and not hasattr(value, "__len__"):
+    number = hasattr(value, "item") and not hasattr(value, "__len__")
+    if number and type(value).__module__ == "numpy":
         value = value.item()
     if value is None or isinstance(value, bool):
         return value
@@ -114,26 +115,15 @@ def execute(before: str, code: str, scope: dict) -> None:
         exec(part, scope)
 
 
-def find_function(path: str, scope: dict):
-    """Return the function that an entry point names: ``f``, ``Class.f``, or ``Class().f`` of a new instance."""
-    found = None
-    for place, part in enumerate(path.split(".")):
-        name = part.removesuffix("()")
-        found = getattr(found, name) if place else scope[name]
-        if name != part:
-            found = found()
-    return found
-
-
 def answer_calls(lines, scope: dict) -> None:
-    """Call the functions that the parent's lines name."""
+    """Call the functions that the parent's lines name: ``f``, ``Class.f``, or ``Class().f`` of a new instance."""
     functions = {}
     for line in lines:
         call = json.loads(line)
         try:
             name = call["function"]
             if name not in functions:  # one instance serves all calls of its method
-                functions[name] = find_function(name, scope)
+                functions[name] = eval(name, {"__builtins__": {}}, scope)
             arguments, named = decode(call["arguments"])
             reply = {"value": encode(functions[name](*arguments, **named))}
             if call["changes"]:
@@ -190,12 +180,14 @@ def as_raised(name: str, text: str, known: str) -> Exception:
 def same(value, expected) -> bool:
     """Test if a value is that of a test in JSON: tuples are lists, keys text, True is not 1, floats to 9 digits."""
     if isinstance(value, list | tuple):
-        return isinstance(expected, list) and len(value) == len(expected) and all(map(same, value, expected))
+        alike = isinstance(expected, list) and len(value) == len(expected)
+        return alike and all(map(same, value, expected))
     if isinstance(value, dict):
         found = {str(key): part for key, part in value.items()}
-        if not isinstance(expected, dict) or found.keys() != expected.keys() or len(value) != len(found):
+        if not isinstance(expected, dict) or len(value) != len(expected):
             return False
-        return all(same(part, expected[key]) for key, part in found.items())
+        alike = found.keys() == expected.keys()
+        return alike and all(same(part, expected[key]) for key, part in found.items())
     if {type(value), type(expected)} in ({float}, {int, float}):
         return value == expected or math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9)
     return type(value) is type(expected) and value == expected
@@ -204,10 +196,10 @@ def same(value, expected) -> bool:
 def compare(tests: list, function) -> dict:
     """Call a function with the arguments of each test, and return the verdict: ``judge`` has its form."""
     for number, (given, right) in enumerate(tests):
-        arguments, named = (given, {}) if isinstance(given, list) else ([], given)
         try:
-            value = function(*arguments, **named)
-            wrong = "" if any(same(value, expected) for expected in right) else "another value"
+            value = function(*given) if isinstance(given, list) else function(**given)
+            passed = any(same(value, expected) for expected in right)
+            wrong = "" if passed else "another value"
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
@@ -217,13 +209,16 @@ def compare(tests: list, function) -> dict:
 
 def parametrize(names, rows, **ignored):
     """Run a test once for each row of arguments: pytest.mark.parametrize."""
-    names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+    if isinstance(names, str):
+        names = names.replace(" ", "").split(",")
 
     def decorate(test):
         @functools.wraps(test)
         def run_rows(*own, **more):
             for row in rows:
-                test(*own, **dict(zip(names, row if len(names) > 1 else [row], strict=True)), **more)
+                values = row if len(names) > 1 else [row]
+                arguments = dict(zip(names, values, strict=True))
+                test(*own, **arguments, **more)
 
         return run_rows
 
@@ -253,9 +248,10 @@ class Approx:
         self.value, self.rel, self.abs = value, rel, abs
 
     def __eq__(self, other):
-        ours, theirs = ([x] if isinstance(x, int | float) else x for x in (self.value, other))
         close = functools.partial(math.isclose, rel_tol=self.rel, abs_tol=self.abs)
-        return len(ours) == len(theirs) and all(map(close, ours, theirs))
+        if isinstance(self.value, int | float):
+            return close(self.value, other)
+        return len(self.value) == len(other) and all(map(close, self.value, other))
 
 
 def run_definitions(code: str, scope: dict, used: set[str], candidate) -> None:
@@ -295,7 +291,8 @@ def judge(lines, scope: dict, before: str, code: str, entry_point: str) -> dict:
     pytest.mark = types.SimpleNamespace(parametrize=parametrize)
     try:
         tree = ast.parse(f"{before}\n{code}")
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
         for name in used - set(dir(builtins)):
             scope[name] = remote(name, lines, asked)
         for text in (before, code):
@@ -305,7 +302,8 @@ def judge(lines, scope: dict, before: str, code: str, entry_point: str) -> dict:
         run_definitions(code, scope, used, remote(entry_point, lines, asked))
     except (Exception, SystemExit) as error:
         unusable = not asked or isinstance(error, NoPlainValue | SystemExit) or str(error).startswith(PROGRAMS_CLASS)
-        return {"verdict": "unusable" if unusable else "failed", "why": f"{type(error).__name__}: {error}"}
+        verdict = "unusable" if unusable else "failed"
+        return {"verdict": verdict, "why": f"{type(error).__name__}: {error}"}
     if not asked:
         return {"verdict": "unusable", "why": "it calls no function of the program"}
     return {"verdict": "passed", "why": ""}

@@ -547,20 +547,9 @@ def test_a_judge_is_burnt_not_the_worker():
     pool.close()
 
 
-def test_a_trial_that_a_busy_machine_ended_is_repeated(monkeypatch):
-    """The first ends without a word; a test that never ends has nothing wrong with it, twice."""
-    ask = sandbox.Sandbox.ask
-    asked = []
-
-    def busy(self, line):
-        asked.append(line)
-        return b"" if len(asked) == 1 else ask(self, line)
-
-    monkeypatch.setattr(sandbox.Sandbox, "ask", busy)
-    assert "no function" in rewards.truth_error("code", "def check(f):\n    pass\n", {"entry_point": "f"})
-    assert len(asked) == 2
+def test_a_trial_that_does_not_end_finds_nothing():
     forever = {"entry_point": "f", "time_limit": 0.4}
-    assert rewards.truth_error("code", "def check(f):\n    while True:\n        f(1)\n", forever) == ""
+    assert rewards.truth_error("code", "def check(f):\n    while True:\n        pass\n", forever) == ""
 
 
 def test_tests_that_are_none():
