@@ -237,8 +237,7 @@ def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
     files = []
     for path in paths:
         files += [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
-    runs = [load_run(file.parent) for file in files]
-    runs = [run for run in runs if run.metrics]
+    runs = [run for run in map(load_run, [file.parent for file in files]) if run.metrics]
     if not runs:
         refuse("no run with a step in its metrics.jsonl in these folders; start one with: python grpo.py")
     for condition in where:
