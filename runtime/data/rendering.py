@@ -6,15 +6,14 @@ import datetime
 import functools
 import hashlib
 import json
-import random
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from runtime.data import problem_set
-from runtime.data.problem_set import Messages, check_enough, task_system_prompt
+from runtime.data.problem_set import Messages, check_enough
 from runtime.data.samples import Problem
-from runtime.data.sources import cached_map, digest, gym_rows, int_lists
+from runtime.data.sources import cached_map, digest, int_lists
 from runtime.system.process import first_line, print_on_rank_0, rank, refuse
 
 # What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
@@ -201,17 +200,6 @@ def render(
 def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str, list]:
     """Return the token ids of a batch of conversations in JSON; ``how`` holds the arguments of ``render``."""
     return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
-
-
-def shuffled_prompts(source: str, tokenizer, seed: int) -> list[dict[str, Any]]:
-    """Return the rows of a reasoning-gym task in random order, each question once; ``ids`` are those of the prompt."""
-    system = {"role": "system", "content": task_system_prompt(source) or ""}
-    rows = list({row["question"]: row for row in gym_rows(source, seed)}.values())
-    conversations = [[system, {"role": "user", "content": row["question"]}] for row in rows]
-    for row, ids in zip(rows, render(conversations, tokenizer, None), strict=True):
-        row["ids"] = ids
-    random.Random(seed).shuffle(rows)
-    return rows
 
 
 def render_cached(dataset, tokenizer, args, variables: dict[str, Any]) -> list[list[int]]:

@@ -349,20 +349,6 @@ def test_prompts_without_filter_are_the_pure_function():
     assert [i for chosen in draws(prompts, 9) for i in chosen] == prompt_order.prompts_at(0, 36, 10, 1)
 
 
-def test_the_rows_of_a_task_come_in_an_order_of_their_own(tokenizer, monkeypatch):
-    """That of the seed, each question once; the variants draw from these rows without shuffling them again."""
-    rows = [{"question": f"{k // 2}?", "answer": str(k)} for k in range(100)]
-    monkeypatch.setattr(rendering, "gym_rows", lambda source, seed: [dict(row) for row in rows])
-    orders = []
-    for seed in (1, 1, 2):
-        found = rendering.shuffled_prompts("basic_arithmetic", tokenizer, seed)
-        assert all(row["question"] in tokenizer.decode(row["ids"]) for row in found)
-        orders.append([row["question"] for row in found])
-    questions = [f"{k}?" for k in range(50)]
-    assert sorted(orders[0]) == sorted(orders[2]) == sorted(questions)
-    assert orders[0] == orders[1] and orders[0] not in (questions, orders[2])
-
-
 def test_prompts_drop_solved_problems_after_an_epoch():
     """At most the share, the best solved first; the shorter list starts an epoch of its own."""
     options = {"dataset_filter": (0.3, 0.9)}
