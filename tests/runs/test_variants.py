@@ -97,16 +97,6 @@ def test_remaking_a_patch_changes_nothing(name):
     assert variant.remade(name, variant.variant(name)) == f"{header}\n\n{diff}"
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_variant_is_a_short_file_with_a_header(name):
-    """At most 300 lines, and its docstring says from where, when and how measured, after a title for `head -n 1`."""
-    text = (ROOT / "variants" / f"{name}.py").read_text()
-    assert len(text.splitlines()) <= 300
-    for word in ("Source ", "Use it ", "Measured "):
-        assert any(line.startswith(word) for line in text.splitlines()), word
-    assert re.match(r'"""[^"]+\.\n', text)
-
-
 @pytest.mark.parametrize("name", [*NAMES, *WHOLE])
 def test_the_page_names_every_variant(name):
     assert f"| `{name}` |" in (ROOT / "docs" / "variants.md").read_text()

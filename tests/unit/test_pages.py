@@ -46,11 +46,11 @@ def test_pages_are_short():
 def test_the_small_files_are_as_short_as_the_first_page_says():
     """And no denser than the scripts: a line is not short because two stand in it."""
     text = " ".join((ROOT / "README.md").read_text().split())
-    small = r"dr_grpo_min\.py\) \(Dr\. GRPO on one device, (\d+) lines.*?ppo_min\.py\) \(PPO with a critic, (\d+) lines"
+    small = r"grpo_min\.py\) \(GRPO on one device, (\d+) lines.*?ppo_min\.py\) \(PPO with a critic, (\d+) lines"
     said = re.search(small, text)
-    for name, count in zip(("dr_grpo_min.py", "ppo_min.py"), said.groups(), strict=True):
+    for name, count in zip(("grpo_min.py", "ppo_min.py"), said.groups(), strict=True):
         found = shape.shape(ROOT / "variants" / name)
-        assert found["lines"] == int(count) <= 300
+        assert found["lines"] == int(count) <= 330
         assert found["tokens"] < 10.5
 
 
