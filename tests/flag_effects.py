@@ -249,9 +249,9 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
         evaluating.pop()
 
     def note_workers(_, verifiers) -> None:
-        from runtime.system import sandbox
+        from runtime.system import process
 
-        seen["verifier processes"] = len(sandbox.children(verifiers.pool.nursery.process.pid))
+        seen["verifier processes"] = len(process.children(verifiers.pool.nursery.process.pid))
 
     def note_result(_, log, result) -> None:
         seen.setdefault("evaluated steps", []).append(result["step"])
@@ -449,7 +449,7 @@ def build_on_gpus(module, args, seen: dict[str, Any], patch, count: int) -> None
 
 def hinder(stage: str, patch) -> None:
     """Apply a stage's obstacle to the process of a run."""
-    from runtime.system import sandbox
+    from graders.code import sandbox
 
     if stage == "no namespaces":
         patch.setattr(sandbox, "namespaces_refused", lambda: "as this test pretends")

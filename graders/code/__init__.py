@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from graders.code import sandbox
+from graders.code import exchange, sandbox
 from graders.code.code_tests import code_error, names_wanted, program_in, read_tests, run_tests
 from graders.text import LONGEST_ANSWER, after_thinking
 
-__all__ = ["code_error", "judge", "prepare"]
+__all__ = ["code_error", "exchange", "judge", "prepare"]  # exchange.py runs in the sandbox, as text
 
 
 def prepare(unsafe: bool) -> str:

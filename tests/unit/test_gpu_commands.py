@@ -11,7 +11,7 @@ import rehearse_gpu_run
 from helpers import ROOT
 
 from runtime.arguments import flags
-from runtime.training import memory
+from runtime.training import memory, model_files
 
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # What the config.json of each model of the page says: NAMES, the vocabulary, and whether its head is the embedding.
@@ -22,10 +22,10 @@ MODELS = {
 }
 
 
-def needed(script: str, words: list[str], model: memory.Model, gpus: int, gb: float) -> memory.Prediction:
-    """Return the memory that a rank of a command line needs on its GPUs."""
+def needed(script: str, words: list[str], model: model_files.Model, gpus: int, gb: float) -> float:
+    """Return the bytes that a rank of a command line needs on its GPUs."""
     args = flags.parse(importlib.import_module(script.removesuffix(".py")).Args, words=words)
-    *_, found = rehearse_gpu_run.planned(args, model, gpus, gb)
+    _, _, found = rehearse_gpu_run.planned(args, model, gpus, gb)
     return found
 
 
@@ -41,19 +41,17 @@ def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
         name = words[words.index("--model_name_or_path") + 1]
         *numbers, vocabulary, tied = MODELS[name]
         config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
-        found = needed(script, words, memory.model_of(config, tied=tied), gpus, 80)
-        assert found.peak < memory.USABLE * 80e9, (line, found)
+        found = needed(script, words, model_files.model_of(config, tied=tied), gpus, 80)
+        assert found < memory.USABLE * 80e9, (line, found)
         assert "--dataset" in words, line
 
 
 def test_without_sleeping_in_turns_a_line_does_not_fit():
     """Without the flags that free memory in turns verl's line needs more than the card: the engine's share counts."""
-    model = memory.Model(7 * 10**9, 30, 4096, 11008, 32, 32, 128, 102_400)
+    model = model_files.Model(7 * 10**9, 30, 4096, 11008, 32, 32, 128, 102_400)
     line = "--num_samples_per_prompt_rollout 1 --num_unique_prompts_rollout 64 --gradient_checkpointing --beta 0.005"
     line += " --kl_placement reward"
     words = [*line.split(), "--vllm_args", '{"gpu_memory_utilization": 0.5}']
     plain = needed("ppo.py", [*words, "--vllm_sleep", "engine"], model, 8, 80)
     moved = needed("ppo.py", [*words, "--vllm_sleep", "all", "--offload", "ref"], model, 8, 80)
-    assert plain.phases["sampling"] > 80e9 > memory.USABLE * 80e9 > moved.peak
-    assert plain.phases["sampling"] - moved.phases["sampling"] == pytest.approx(7e9 * (4 + 24 / 8 + 2))
-    assert moved.phases["sampling"] == pytest.approx(0.5 * 80e9 + memory.CUDA)
+    assert plain > 80e9 > memory.USABLE * 80e9 > moved

@@ -480,6 +480,8 @@ def test_every_field_is_read(script):
         "recorded_choices",
         "kl_coefficients",
         "loads_reference",
+        "derived",
+        "get",  # of a run's recorded arguments, in doctor.py
         *flags.STRUCTURED,
     }  # attributes that are no flags
     assert read - either == others, "read, but no such field"
