@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -28,6 +29,7 @@ NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 def check(args: RunFlags, world_size: int) -> None:
     """Reject settings that no script supports or that would be ignored. Loads no model, writes nothing."""
+    check_launch(world_size)
     check_places(args)
     check_words(args)
     for name in STRUCTURED:
@@ -291,4 +293,22 @@ def check_asynchrony(args: RunFlags) -> None:
         refuse(
             "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
             "applied; pass one of them"
+        )
+
+
+def check_launch(world_size: int) -> None:
+    """Reject a launch with --num_processes above 1 that started a single process.
+
+    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
+    DeepSpeed is named; only the parent's command line still has the requested number.
+    """
+    try:
+        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    except OSError:
+        return
+    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
+    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
+        refuse(
+            f"--num_processes {wanted[-1]} was requested, but only one process was started: launch with "
+            f"--use_deepspeed or --config_file scripts/zero2.yaml"
         )

@@ -250,6 +250,7 @@ def test_a_submission_leaves_no_secret(backend, tmp_path, planted, monkeypatch, 
 ])  # fmt: skip
 def test_a_submission_refuses_a_secret_by_its_form(words, planted, capsys):
     """Also where no variable of this shell has it; the message does not show it."""
+    Path("grpo.py").touch()
     with pytest.raises(SystemExit) as stop:
         submit.main(["--backend", "local", "--dry_run", "--", "python", "grpo.py", *words])
     said = capsys.readouterr()

@@ -9,6 +9,7 @@ import resource
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import evaluate
@@ -846,6 +847,14 @@ def test_sizes_that_are_left_open_follow_the_device():
         assert list(vars(default_sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
     long = default_sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_chunk) == (22000, 4096)
+
+
+def test_fewer_processes_than_asked_for():
+    """A launcher's command line that asks for two ranks, and one process under it."""
+    inner = f"{sys.executable} grpo.py --dry_run; exit $?"  # the semicolon keeps bash as the parent
+    code, _, err, _ = call("bash", "-c", inner, "launch", "--num_processes", "2")
+    assert code == 2
+    assert "--num_processes 2" in err and "scripts/zero2.yaml" in err
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])

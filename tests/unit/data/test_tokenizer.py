@@ -54,7 +54,7 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     given = {}
     monkeypatch.setattr("vllm.LLM", lambda **named: given.update(named))
     monkeypatch.setattr("runtime.engine.vllm_settings.read_configs", lambda *_, **__: ({}, {}, set()))
-    monkeypatch.setattr("runtime.training.model_files.read_model", lambda name: None)
+    monkeypatch.setattr("runtime.engine.vllm_settings.read_model", lambda name: None)
     args = tiny_args(tiny, tmp_path, tokenizer_name_or_path="somewhere", vllm_args='{"load_format": "dummy"}')
     args.model_name_or_path = "me/model@main"
     grpo.build_vllm(args, torch.float32, 0, 1)
