@@ -50,7 +50,7 @@ def test_a_forked_run_is_the_run_of_the_command(tiny, tmp_path):
     assert code == 0 and "1 finished, 1 skipped, 0 failed" in said, said
     for name in ("one", "two"):
         assert record(tmp_path / name) == record(tmp_path / "plain"), name
-        assert "eval after step 2" in (tmp_path / f"{name}.log").read_text()
+        assert "step 2/2" in (tmp_path / f"{name}.log").read_text()
         ours, theirs = (json.loads((tmp_path / n / "config.json").read_text()) for n in (name, "plain"))
         assert ours["code"] == theirs["code"] and ours["versions"] == theirs["versions"]
 
