@@ -3,10 +3,9 @@
     python scripts/launch.py --config_file scripts/zero2.yaml --num_processes 8 grpo.py ...
 
 It takes the arguments of ``accelerate launch``. That program on its own exits with 1 whatever code the ranks exited
-with, so 75 ("saved, start me again") would be lost; after SIGTERM or Ctrl-C it kills the ranks 30 seconds later,
-however long they need to save, and so it does when the terminal closes, also under nohup; SIGUSR1 kills it and leaves
-the ranks behind. Here the first rank that fails gives the exit code, and these signals are passed on to the ranks,
-which exit when they are done. A launcher that still waits for other nodes ends at once, and says whom it waits for.
+with, so 75 ("saved, start me again") would be lost; after SIGTERM, Ctrl-C or the end of the terminal it kills the ranks
+30 seconds later, however long they need to save; SIGUSR1 kills it alone. Here the first rank that fails gives the exit
+code, and these signals are passed on to the ranks, which exit when they are done. A launcher says whom it waits for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
     python scripts/submit.py --backend slurm --partition h100 --gpus 8 --num_nodes 2 --time 12h -- python grpo.py ...
     python scripts/submit.py --backend slurm --gpus 8 -- source setup.sh \\&\\& uv run python grpo.py ...
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
-    python scripts/submit.py --status runs/jobs/grpo-1a2b3c4d        or --logs, --cancel: of the last submission there
 
 With every backend, a command receives its words exactly as they were given here, and runs the code as it is now, also
 when it starts or restarts days later. It finds RUN_ID and RUN_DIR in its environment, the same after a restart. It is
@@ -44,7 +43,7 @@ import submit_snapshot
 from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, file_at, has_launcher, split_at
 
 from runtime.system import git
-from runtime.system.redaction import FORMS, SECRET_NAME, names_secret
+from runtime.system.redaction import SECRET_NAME, form_of_secret
 
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
@@ -60,13 +59,6 @@ OF_THIS_ALLOCATION = re.compile(
 )
 # A command that is cut before its program by a -- of its own: uv run -- python FILE.py
 RUNNER = re.compile(r"(.* && )?(\S*/)?(uv|pixi|poetry|pdm|hatch|rye|conda|mamba|micromamba) run( -\S+)*")
-# What to do instead of a flag that a backend does not take; elsewhere: leave it out.
-INSTEAD = {
-    ("slurm", "preemptible"): "name a preemptible --partition or --qos",
-    ("slurm", "image"): "start the container in the command: -- apptainer exec image.sif python grpo.py ...",
-    ("ray", "secret"): "Ray shows a job's environment in its dashboard; export the variable where `ray start` runs",
-    ("ray", "num_nodes"): "Ray runs a command on one node; for several use slurm, skypilot or beaker",
-}
 # Flags of open-instruct's mason.py without an equal here, by what to do instead.
 MASON = {
     "use --name": "description task_name",
@@ -77,19 +69,6 @@ MASON = {
     "give --output_dir in the command": "auto_output_dir_path artifact_ttl",
     "leave it out": "pure_docker_mode no_hf_cache_env no_mount_nfs no_auto_dataset_cache auto_checkpoint_state_dir",
 }
-
-
-def form_of_secret(words: list[str]) -> str:
-    """Return the kind of secret in the words of a command line, or "" if there is none."""
-    text = "\0".join(words)
-    for what, form in FORMS:
-        if form.search(text):
-            return what
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        flag, equals, value = word.partition("=")
-        if word.startswith("--") and names_secret(flag) and (value if equals else following[:2].strip("-")):
-            return f"the value of {flag}"
-    return ""
 
 
 def refuse(message: str, code: int = 2) -> NoReturn:
@@ -238,8 +217,7 @@ def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     for flag, value in vars(args).items():
         if args.backend not in takes[flag] and value != parser.get_default(flag):
-            remedy = INSTEAD.get((args.backend, flag), "leave it out")
-            refuse(f"--{flag}: --backend {args.backend} has no such setting; {remedy}")
+            refuse(f"--{flag}: --backend {args.backend} has no such setting; leave it out")
     return args, commands
 
 
@@ -473,18 +451,6 @@ def follow_up(record: Path, what: str) -> str | None:
     return line.replace("{job}", number.read_text().strip()) if "{job}" in line else line
 
 
-def follow(argv: list[str]) -> int:
-    """Run ``--status``, ``--logs`` or ``--cancel`` for the newest submission in a job's folder."""
-    what = argv[0].lstrip("-")
-    if len(argv) != 2:
-        refuse(f"{argv[0]}: name the folder of one job after it, such as runs/jobs/grpo-1a2b3c4d")
-    records = submissions(argv[1]) or list(Path(argv[1]).glob("submit.json"))
-    line = follow_up(records[-1], what) if records else None
-    if line is None:
-        refuse(f"{argv[0]} {argv[1]}: no submission there, or none of a backend that can tell")
-    return subprocess.run(["bash", "-c", line]).returncode
-
-
 def check_no_other(job: Job) -> None:
     """Reject a second submission of a command that waits or runs on Slurm or Ray, with exit code HELD."""
     for record in submissions(job.run_dir)[-1:] if job.backend in ("slurm", "ray") else []:
@@ -501,9 +467,7 @@ def check_dependencies(job: Job) -> None:
     for number in job.depends_on:
         asked = subprocess.run(["scontrol", "show", "job", number], capture_output=True, text=True)
         if asked.returncode != 0 and "Invalid job id" in asked.stderr + asked.stdout:
-            refuse(
-                f"--depends_on {number}: Slurm has no such job (it removes one minutes after its end); drop the flag"
-            )
+            refuse(f"--depends_on {number}: Slurm has no such job, or no longer; drop the flag")
 
 
 def job_environment() -> dict[str, str]:
@@ -562,8 +526,6 @@ def warn(job: Job) -> None:
 
 def main(argv: list[str]) -> int:
     """Submit a command line, and return the exit code."""
-    if argv[:1] and argv[0] in ("--status", "--logs", "--cancel"):
-        return follow(argv)
     job = make_job(*parse(argv), parses=True)
     plan = render(job)
     check_secrets(job, plan, dict(os.environ))

@@ -25,9 +25,15 @@ PARALLEL = ("-c", "checkout.workers=16")  # a shared disk may take tens of milli
 
 def run_git(folder: Path, *words: str, names: Iterable[str] = (), env: dict[str, str] | None = None) -> str:
     """Return the output of a git command in ``folder``, which reads ``names``. Raises ValueError if it fails."""
-    options = {"input": os.fsencode("\0".join(names)), "capture_output": True, "env": os.environ | (env or {})}
+    given = "\0".join(names)
     try:
-        done = subprocess.run(["git", *words], cwd=folder, **options)
+        done = subprocess.run(
+            ["git", *words],
+            cwd=folder,
+            input=os.fsencode(given),
+            capture_output=True,
+            env=os.environ | (env or {}),
+        )
     except FileNotFoundError:
         raise ValueError("it is not installed here") from None
     if done.returncode != 0:
@@ -37,15 +43,20 @@ def run_git(folder: Path, *words: str, names: Iterable[str] = (), env: dict[str,
 
 def listed(folder: Path, command: str, *words: str, env: dict[str, str] | None = None) -> list[str]:
     """Return the entries that a git command in ``folder`` lists."""
-    return run_git(folder, command, "-z", *words, env=env).split("\0")[:-1]
+    entries = run_git(folder, command, "-z", *words, env=env)
+    return entries.split("\0")[:-1]
 
 
 @contextmanager
 def index_of(folder: Path, tree: str) -> Iterator[dict[str, str]]:
     """Yield the environment in which git has an index of ``tree`` for ``folder``, apart from the index of its user."""
     with tempfile.TemporaryDirectory() as place:
-        repository = run_git(folder, "rev-parse", "--absolute-git-dir").removesuffix("\n")
-        env = {"GIT_DIR": repository, "GIT_WORK_TREE": str(folder), "GIT_INDEX_FILE": f"{place}/index"}
+        repository = run_git(folder, "rev-parse", "--absolute-git-dir")
+        env = {
+            "GIT_DIR": repository.removesuffix("\n"),
+            "GIT_WORK_TREE": str(folder),
+            "GIT_INDEX_FILE": f"{place}/index",
+        }
         run_git(folder, "read-tree", tree, env=env)
         yield env
 
@@ -57,13 +68,19 @@ def take(folder: Path, words: Sequence[str] = ()) -> tuple[str, str]:
     words of a command. Raises ValueError outside a repository.
     """
     empty = run_git(folder, "mktree").strip()
-    base = git.output(folder, "rev-parse", "--verify", "--quiet", "HEAD:./").strip() or empty
-    changed = ["ls-files"] if base == empty else ["diff", "--name-only", "--relative", "--no-renames", "HEAD"]
-    new = ["ls-files", "--others", "--exclude-standard", "--", *(f"*{ending}" for ending in CODE), *NO_CODE]
-    names = [*listed(folder, *changed), *listed(folder, *new)]
-    for word in words:
-        name = relative(folder / word, folder) if word.endswith(CODE) else "../"
-        if not name.startswith(("../", "runs/")) and os.path.isfile(folder / name):  # also one that git ignores
+    base = git.output(folder, "rev-parse", "--verify", "--quiet", "HEAD:./").strip()
+    if base:
+        names = listed(folder, "diff", "--name-only", "--relative", "--no-renames", "HEAD")
+    else:
+        base = empty
+        names = listed(folder, "ls-files")
+    endings = [f"*{ending}" for ending in CODE]
+    names += listed(folder, "ls-files", "--others", "--exclude-standard", "--", *endings, *NO_CODE)
+    scripts = [word for word in words if word.endswith(CODE)]
+    for word in scripts:
+        name = relative(folder / word, folder)
+        is_inside = not name.startswith(("../", "runs/"))
+        if is_inside and os.path.isfile(folder / name):  # also one that git ignores
             names += listed(folder, "ls-files", "--others", "--", f":(literal){name}")
     with index_of(folder, base) as env:
         run_git(folder, "update-index", "--add", "--remove", "-z", "--stdin", names=names, env=env)
@@ -72,8 +89,10 @@ def take(folder: Path, words: Sequence[str] = ()) -> tuple[str, str]:
 
 def relative(path: str | Path, folder: str | Path) -> str:
     """Return the path relative to ``folder``, also where one of the two goes through a symbolic link."""
-    place = os.path.realpath(os.path.dirname(path))
-    return os.path.relpath(os.path.join(place, os.path.basename(path)), os.path.realpath(folder))
+    folder_of_path, name = os.path.split(path)
+    place = os.path.join(os.path.realpath(folder_of_path), name)
+    start = os.path.realpath(folder)
+    return os.path.relpath(place, start)
 
 
 def changed_code(folder: Path, base: str, tree: str) -> str | None:
@@ -112,15 +131,25 @@ def copy(folder: Path, tree: str, place: Path) -> None:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).symlink_to(folder / name)
     for entry in tracked:
-        mode, name = entry[:6], entry.partition("\t")[2]
-        if mode == "120000" and relative(goal := os.path.realpath(folder / name), folder).startswith("../"):
-            (place / name).unlink()
-            (place / name).symlink_to(goal)
-        elif mode == "160000" and (folder / name / ".git").exists():
-            copy(folder / name, take(folder / name)[1], place / name)
+        about, _, name = entry.partition("\t")
+        own = folder / name
+        copied = place / name
+        if about.startswith("120000"):
+            goal = os.path.realpath(own)
+            if relative(goal, folder).startswith("../"):
+                copied.unlink()
+                copied.symlink_to(goal)
+        elif about.startswith("160000") and (own / ".git").exists():
+            _, submodule = take(own)
+            copy(own, submodule, copied)
 
 
 def list_files(place: Path) -> None:
     """Write the list of the files in a copy beside it, by which its job knows the files that are new."""
-    files = [os.path.relpath(os.path.join(top, name), place) for top, _, names in os.walk(place) for name in names]
-    place.with_name("code.files").write_bytes(b"".join(sorted(os.fsencode(f"./{name}\n") for name in files)))
+    files = []
+    for top, _, names in os.walk(place):
+        beside = os.path.relpath(top, place)
+        for name in names:
+            path = os.path.normpath(os.path.join(beside, name))
+            files.append(os.fsencode(f"./{path}\n"))
+    place.with_name("code.files").write_bytes(b"".join(sorted(files)))

@@ -75,7 +75,8 @@ def test_a_job_that_is_stopped_on_ray_saves(ray, tmp_path):
     assert again.returncode == 73 and "still waits or runs" in again.stderr, again.stderr
     until(lambda: "ready" in ray.job(job, "/logs")["logs"])
     folder = next((tmp_path / "runs" / "jobs").iterdir())
-    ray.run(*SUBMIT, "--cancel", str(folder), cwd=tmp_path)
+    (record,) = submit.submissions(str(folder))
+    ray.run("bash", "-c", submit.follow_up(record, "cancel"), cwd=tmp_path)
     assert ray.wait(job) == "STOPPED"
     assert (tmp_path / "saved").read_text() == "saved"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
+import submit
 from helpers import ROOT, command, finish, record
 from slurm_cluster import Slurm, until
 
@@ -183,16 +184,17 @@ def test_a_submission_from_inside_an_allocation(slurm, tmp_path):
 
 @pytest.mark.engines
 def test_status_logs_and_cancel(slurm, tmp_path):
-    """The commands that the submission prints, and the flags that run them later; the name is that of the run."""
+    """The commands that the submission prints, and keeps for later; the name is that of the run."""
     done = slurm.submission(tmp_path, "--run_dir", "run", "--", "bash", "-c", "echo hello; sleep 600")
     job = done.stdout.strip()
     assert f"cancel: scancel {job}" in done.stderr and f"slurm-{job}.out" in done.stderr
     until(lambda: slurm.state(job)["JobState"] == "RUNNING")
     time.sleep(1)
-    ask = lambda what: slurm.call(sys.executable, str(ROOT / "scripts" / "submit.py"), what, "run", cwd=tmp_path)  # noqa: E731
-    assert ask("--status").stdout.startswith(f"{job} ") and "RUNNING" in ask("--status").stdout
-    assert ask("--logs").stdout == "hello\n"
-    assert ask("--cancel").returncode == 0
+    (record,) = submit.submissions(str(tmp_path / "run"))
+    ask = lambda what: slurm.call("bash", "-c", submit.follow_up(record, what), cwd=tmp_path)  # noqa: E731
+    assert ask("status").stdout.startswith(f"{job} ") and "RUNNING" in ask("status").stdout
+    assert ask("logs").stdout == "hello\n"
+    assert ask("cancel").returncode == 0
     assert slurm.wait(job, "CANCELLED")["JobState"] == "CANCELLED"
 
 
