@@ -545,7 +545,8 @@ class ValueNormalizer:
         self.first = keep * self.first + new * returns.mean().item()
         self.second = keep * self.second + new * returns.square().mean().item()
         self.mean = self.first / self.weight
-        self.std = math.sqrt(max(self.second / self.weight - self.mean**2, self.eps))
+        variance = self.second / self.weight - self.mean**2
+        self.std = math.sqrt(max(variance, self.eps))
 
     def normalize(self, returns: torch.Tensor) -> torch.Tensor:
         """Convert returns to the critic's units."""

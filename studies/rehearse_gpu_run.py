@@ -118,7 +118,8 @@ def planned(args, model: Model, gpus: int, gb: float) -> tuple:
     critic = not getattr(args, "disable_value", True)
     setting = memory.Setting(trainers, 4 if args.dtype == "float32" else 2, gb * 1e9, critic)
     size = memory.first_fit(args, model, setting) or memory.candidates(args, setting)[-1]
-    return setting, size, sum(memory.predict(args, model, setting, size).values())
+    parts = memory.predict(args, model, setting, size)
+    return setting, size, sum(parts.values())
 
 
 def foretell(args, model: Model | None, kind: str, gpus: int, problems: int) -> None:

@@ -38,13 +38,14 @@ def read(table: dict[str, Any]) -> Preset:
     """Build a preset from its table in presets.toml, in which "None" stands for None and a list for a tuple."""
     flags = {}
     for flag, value in table["flags"].items():
-        flags[flag] = tuple(value) if isinstance(value, list) else None if value == "None" else value
+        flags[flag] = None if value == "None" else value
+        if isinstance(value, list):
+            flags[flag] = tuple(value)
     return Preset(**table | {"differences": [Difference(*row) for row in table["differences"]], "flags": flags})
 
 
-PRESETS = {
-    name: read(table) for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
-}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+PRESETS = {name: read(table) for name, table in TABLES.items()}
 
 
 def script_of(cls: type) -> str:
@@ -58,9 +59,10 @@ def asked_for(cls: type, words: list[str]) -> str:
 
     Ends with exit code 2 where the script has no preset of that name, with the list of those that it has.
     """
-    given = [
-        w.partition("=")[2] or after for w, after in itertools.pairwise([*words, ""]) if w.split("=")[0] == "--preset"
-    ]
+    given = []
+    for word, after in itertools.pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        given += [value or after] if flag == "--preset" else []
     known = [name for name, preset in PRESETS.items() if script_of(cls) in preset.scripts]
     if not known:
         refuse("--preset is for grpo.py and ppo.py and their copies")

@@ -46,7 +46,8 @@ def engine_share(args, dtype: torch.dtype, world_size: int) -> float:
     """Return the fraction of a GPU's memory for an engine. Next to a trainer it leaves enough for the trainer."""
     if args.vllm_engines > 0 or not hasattr(args, "num_samples_per_prompt_rollout"):  # scripts/evaluate.py
         return memory.default_sizes(args, True).vllm_gpu_memory_utilization
-    sizes, _ = memory.sizes_for(args, read_model(args.model), memory_setting(args, dtype, world_size))
+    setting = memory_setting(args, dtype, world_size)
+    sizes, _ = memory.sizes_for(args, read_model(args.model), setting)
     return sizes.vllm_gpu_memory_utilization
 
 
@@ -56,7 +57,8 @@ def most_sequences(args, max_num_seqs: int, ranks: int) -> int:
         return max_num_seqs
     engines = args.vllm_engines or ranks // args.vllm_tensor_parallel_size
     group = args.generation_size or args.num_samples_per_prompt_rollout
-    trained = math.ceil(args.num_unique_prompts_rollout / engines) * group * (1 + args.async_steps)
+    prompts = math.ceil(args.num_unique_prompts_rollout / engines)
+    trained = prompts * group * (1 + args.async_steps)
     evaluated = math.ceil(args.eval_prompts / engines) * args.eval_samples
     return min(max_num_seqs, max(trained, evaluated))
 
@@ -75,7 +77,9 @@ def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
     full = math.ceil((args.max_prompt_length + args.max_response_length) / size)
     sequences = most_sequences(args, memory.default_sizes(args, False).vllm_max_num_seqs, ranks)
     block = size * model.cache_numbers * itemsize
-    return max(min(0.5 * memory.GIB, 1.25 * sequences * longest * block), 1.25 * (full + 1) * block)
+    wanted = 1.25 * sequences * longest * block
+    least = 1.25 * (full + 1) * block
+    return max(min(0.5 * memory.GIB, wanted), least)
 
 
 def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:

@@ -48,7 +48,11 @@ def by_model(args) -> dict[str, Choice]:
     count = model.parameters if model else 0
     rates = next((rates for least, rates in RATES.items() if count >= least), ())
     names = ("learning_rate", "critic_learning_rate")
-    return {name: (rate, f"{count / 1e6:.0f}M parameters") for name, rate in zip(names, rates, strict=False)}
+    why = f"{count / 1e6:.0f}M parameters"
+    found = {}
+    for name, rate in zip(names, rates, strict=False):
+        found[name] = (rate, why)
+    return found
 
 
 def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
@@ -85,7 +89,8 @@ def by_data(args, problems: Sequence[Problem], tokenizer) -> dict[str, Choice]:
         config, _, _ = model_files.read_configs(args.model, "--model_name_or_path", args.dry_run)
         room = (model_files.context_length(config) or math.inf) - limit
         verifiers = {problem.verifier for problem in problems}
-        found["max_response_length"] = response_length(verifiers, thinks(tokenizer, args, problems[0]), room)
+        thinking = thinks(tokenizer, args, problems[0])
+        found["max_response_length"] = response_length(verifiers, thinking, room)
     return found
 
 
@@ -112,6 +117,9 @@ def fill(args, problems: list[Problem], eval_problems: list[Problem]) -> None:
         rendering.render_problems(problems, eval_problems, tokenizer, args)
         args.max_prompt_length = limit
         found |= by_data(args, [*problems, *eval_problems], tokenizer)
-    args.derived = {name: choice for name, choice in found.items() if flags.is_open(args, name)}
+    args.derived = {}
+    for name, choice in found.items():
+        if flags.is_open(args, name):
+            args.derived[name] = choice
     for name, (value, _) in args.derived.items():
         setattr(args, name, value)

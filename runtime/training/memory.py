@@ -17,16 +17,25 @@ FULL_KL_SAMPLES = 4  # of a step, for which the exact KL is logged
 USABLE = 0.95  # of a GPU; the rest is for fragments
 # What a process has before it loads a model, by --rollout, and on a GPU, with graphs and what the engine computes with.
 PROCESS = {"hf": 0.95e9, "vllm": 1.6e9}
-CUDA, ENGINE_WORK = 2 * GIB, 1.5 * GIB  # not measured
+CUDA = 2 * GIB  # not measured
+ENGINE_WORK = 1.5 * GIB  # not measured
 GAPS = 0.25  # of all else, on a CPU: freed memory that no later tensor fits into; from whole runs of the quickstart
 # On a CPU and on a GPU: gradients that DeepSpeed reduces at a time, and logits that are fp32 at a time.
 REDUCE_BUCKET = (2 * 10**7, 2 * 10**8)
 LOGIT_BLOCK = (2**19, 2**24)  # 2 MiB for a CPU's cache, 64 MiB to keep a GPU busy
 # Micro-batches and shares of a GPU for the engine, the most wanted first; above 0.4 only for one that sleeps while the
 # trainer works. Its KV cache must hold so many sequences of full length.
-TOKENS, SHARES, ENGINE_SEQUENCES = (16384, 8192, 4096, 2048), (0.8, 0.6, 0.4, 0.3, 0.2), 64
+TOKENS = (16384, 8192, 4096, 2048)
+SHARES = (0.8, 0.6, 0.4, 0.3, 0.2)
+ENGINE_SEQUENCES = 64
 # What frees memory on a GPU besides --gradient_checkpointing, the cheapest in time first: --vllm_sleep and --offload.
-REMEDIES = (("", ()), ("engine", ()), ("all", ()), ("engine", ("optimizer",)), ("", ("optimizer",)))
+REMEDIES = (
+    ("", ()),
+    ("engine", ()),
+    ("all", ()),
+    ("engine", ("optimizer",)),
+    ("", ("optimizer",)),
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,11 @@ def activations(args, model: Model, setting: Setting, tokens: int) -> float:
     attention = args.attn_implementation
     if attention == "auto" and setting.card == 0:
         attention = "grouped" if number == 2 else "sdpa"
-    scores = {"eager": model.heads * (6 if number == 2 else 4), "grouped": model.heads * number, "sdpa": number}
+    scores = {
+        "eager": model.heads * (6 if number == 2 else 4),
+        "grouped": model.heads * number,
+        "sdpa": number,
+    }
     wide = model.hidden + model.heads * model.head_size + model.intermediate
     kept = 8 * model.hidden + 4 * number * wide + 4 * model.heads + 8 + scores.get(attention, 0) * tokens
     layers = 1 if args.gradient_checkpointing else model.layers
@@ -204,12 +217,14 @@ def first_fit(args, model: Model, setting: Setting) -> Sizes | None:
     """Return the most preferred sizes that fit a GPU, with a KV cache for enough sequences, or None."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     tokens = args.max_prompt_length + args.max_response_length
-    needed = min(ENGINE_SEQUENCES, -(-samples // setting.ranks)) * tokens * model.cache_numbers * setting.itemsize
+    sequences = min(ENGINE_SEQUENCES, -(-samples // setting.ranks))
+    needed = sequences * tokens * model.cache_numbers * setting.itemsize
     apart = args.vllm_engines > 0 or args.rollout == "hf" or "kv_cache_memory_bytes" in args.engine_args
     for size in candidates(args, setting):
         _, cache = engine_memory(args, model, setting, size.vllm_gpu_memory_utilization)
         room = apart or cache * args.vllm_tensor_parallel_size >= needed
-        if room and sum(predict(args, model, setting, size).values()) <= USABLE * setting.card:
+        parts = predict(args, model, setting, size)
+        if room and sum(parts.values()) <= USABLE * setting.card:
             return size
     return None
 
@@ -230,7 +245,8 @@ def sizes_for(args, model: Model | None, setting: Setting) -> tuple[Sizes, str]:
         return found, f"{part} a GPU of {setting.card / GIB:.1f} GiB"
     if args.micro_batch_tokens is not None and "gpu_memory_utilization" in args.engine_args:
         return tried[0], "as the flags say"
-    needed = sum(predict(args, model, setting, tried[-1]).values()) / GIB
+    smallest = predict(args, model, setting, tried[-1])
+    needed = sum(smallest.values()) / GIB
     apart = args.async_steps > 0 or args.vllm_engines > 0  # then nothing sleeps in turns
     remedy = "give shorter lengths or more GPUs, with --gradient_checkpointing, --offload optimizer, --zero_stage 3"
     for sleep, offload in REMEDIES:
