@@ -168,7 +168,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
     ``args``: the run's own. ``accept``: warn of the script, too.
     """
     script = identity.script_of(args)
-    for line in identity.changed_code(config.get("code"), identity.code_of(args)):
+    for line in identity.changed_code(config.get("code", {}), identity.code_of(args)):
         if line.startswith(f"{script} ") and not accept:
             commit = config["git"].get("commit", "unknown")
             process.refuse(

@@ -58,7 +58,7 @@ def state(args, defaults) -> tuple[int, str]:
     other, _ = identity.changed_arguments(config["args"], args, resolved=True)
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
-    changed = identity.changed_code(config.get("code"), identity.code_of(args))
+    changed = identity.changed_code(config.get("code", {}), identity.code_of(args))
     if changed and args.resume in ("auto", "never"):
         return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"
     lacks = directory.unfinished(folder, args)

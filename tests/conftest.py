@@ -95,7 +95,7 @@ def not_asked_to_stop():
     with own_signals():
         yield
     stop = process.StopRequest
-    stop.asked = stop.training = stop.last_step_done = stop.last_step_saved = False
+    stop.asked = stop.training = stop.last_step_done = False
 
 
 @pytest.fixture(scope="session", autouse=True)

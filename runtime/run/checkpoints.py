@@ -26,7 +26,6 @@ from runtime.system import process, user_files
 from runtime.system.watchdog import Watch
 
 GIB = 2**30
-AT_STAKE_SECONDS = 600.0  # of work after the last checkpoint that are worth one before the last evaluation
 
 
 def random_states() -> dict:
@@ -128,17 +127,8 @@ class Checkpoints:
             set_seed(random.Random(f"{self.args.seed}/{self.rank}/{state['step']}").getrandbits(32))
         if self.rank == 0:
             self._set_aside(state["step"])
-        if state["step"] == self.log.total:
-            self._no_step_follows(saved=True)
+        process.StopRequest.last_step_done = state["step"] == self.log.total
         return state["step"]
-
-    def _no_step_follows(self, saved: bool) -> None:
-        """Let a signal from here on end the run at once, if the last step is saved.
-
-        Not with engines on ranks of their own: those leave signals to the trainers, and would take this for a failure.
-        """
-        process.StopRequest.last_step_done = True
-        process.StopRequest.last_step_saved = saved and self.args.vllm_engines == 0
 
     def _check_folder_is_shared(self) -> None:
         """Reject a folder that not all nodes see: each rank writes its part of a checkpoint there. Exit code 2."""
@@ -165,30 +155,21 @@ class Checkpoints:
                 print(f"{path} is now {aside.name}: the run continues from step {last}", flush=True)
 
     def after_step(self, step: int) -> bool:
-        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks.
-
-        After the last step also if a kill during the last evaluation would cost more than AT_STAKE_SECONDS of work.
-        """
-        seconds = time.monotonic() - self.saved_at
-        late = 0 < self.args.save_minutes <= seconds / 60
-        last = step == self.log.total
-        guarded = last and seconds > AT_STAKE_SECONDS and self.args.eval_prompts > 0
-        guarded = guarded and (self.args.save_every > 0 or self.args.save_minutes > 0)
-        wishes = self._gather((process.StopRequest.asked, late, guarded))
-        self.stopping, late, guarded = (any(wish) for wish in zip(*wishes, strict=True))
+        """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks."""
+        late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
+        wishes = self._gather((process.StopRequest.asked, late))
+        self.stopping, late = (any(wish) for wish in zip(*wishes, strict=True))
         due = self.args.save_every > 0 and step % self.args.save_every == 0
         saved = False
-        if self.stopping or late or due or guarded:
-            only_one = not directory.saved_steps(self.log.folder)
+        if self.stopping or late or due:
             with self.clock("save"):
                 saved = self.save(step)
-            if only_one and guarded and not due:
-                self.log.needless = self.folder / f"step_{step:06d}"
-        if last and not self.stopping:
-            self._no_step_follows(saved)
+        if step == self.log.total and not self.stopping:
+            process.StopRequest.last_step_done = True
             if any(self._gather(process.StopRequest.asked)):  # a signal that came before that was told of a checkpoint
                 self.stopping = True
-                saved = saved or self.save(step)
+                if not saved:
+                    self.save(step)
         return self.stopping
 
     def save(self, step: int) -> bool:
@@ -230,7 +211,6 @@ class Checkpoints:
         state = {
             "step": step,
             "score": self.log.scores.get(step),
-            "wandb_id": self.log.wandb_id,
             "args": identity.recorded(self.args),
             "code": self.log.code,
             "versions": process.versions(),

@@ -17,7 +17,7 @@ from typing import Any
 from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
-from runtime.run.identity import changed_arguments, changed_code, code_of, ignored_changes
+from runtime.run.identity import changed_arguments, changed_code, code_of
 from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
@@ -75,14 +75,13 @@ def open_run(args, defaults, world_size: int = 1) -> tuple[Path, Path | None]:
     """
     folder = Path(args.output_dir) / run_name(args, defaults)
     if rank() == 0:
-        check_writable(folder, args)
+        check_writable(args, folder)
     if holder := lock_holder(folder):
         words = "wait for it to finish or choose another --run_name"
         refuse(f"{folder} is in use by a running process ({holder}); {words}", HELD)
     if args.overwrite and args.resume not in ("auto", "never"):
         refuse(f"--overwrite starts from scratch and --resume {args.resume} continues; pass only one of them")
     check_is_a_run(folder, args)
-    check_apart(folder)
     if args.overwrite:
         return folder, None
     if (folder / "config.json").exists():
@@ -99,37 +98,27 @@ def check_is_a_run(folder: Path, args) -> None:
     """
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     in_the_way = found & set(LEFT if args.overwrite else WRITTEN)
-    if not in_the_way or saved_steps(folder):
-        return
-    if why := no_run(folder):
+    if in_the_way and not saved_steps(folder) and not has_config(folder):
         refuse(
-            f"{folder} is not the folder of a run ({why}), but holds {', '.join(sorted(in_the_way)[:4])}; choose "
-            f"another --run_name or --output_dir, or remove these files yourself"
+            f"{folder} is not the folder of a run (it has no config.json of one), but holds "
+            f"{', '.join(sorted(in_the_way)[:4])}; choose another --run_name or --output_dir, or remove these files "
+            f"yourself"
         )
 
 
-def no_run(folder: Path) -> str:
-    """Return the reason why a folder holds no run, by its config.json, or "" if it holds one."""
+def has_config(folder: Path) -> bool:
+    """Return True if a folder has a config.json with the arguments of a run."""
     try:
-        has_arguments = "args" in json.loads((folder / "config.json").read_text())
-        return "" if has_arguments else "its config.json is not that of a run"
-    except FileNotFoundError:
-        return "it has no config.json"
-    except (OSError, ValueError, TypeError) as error:
-        return f"its config.json cannot be read ({type(error).__name__}: {error})"
+        read_config(folder)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def left_by_a_run(folder: Path) -> list[Path]:
     """List the files that --overwrite removes; config.json, which identifies a run's folder, comes last."""
     found = [path for path in folder.iterdir() if path.name.removesuffix(".aside").removesuffix(".partial") in LEFT]
     return sorted(found, key=lambda path: path.name == "config.json")
-
-
-def check_apart(folder: Path) -> None:
-    """Reject a run inside the folder of another, where each would take the other's files for its own."""
-    outer = [parent for parent in folder.absolute().parents if not no_run(parent)]
-    if outer:
-        refuse(f"{folder} is inside the folder of a run, {outer[0]}; choose another --run_name or --output_dir")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -154,15 +143,12 @@ def check_earlier_run(folder: Path, args) -> None:
         refuse(f"{folder} already contains this run; use --overwrite to replace it, or another --seed or --exp_name")
     if args.resume != "auto" or unfinished(folder, args):
         return
-    changed = changed_code(config.get("code"), code_of(args))
-    if changed:
+    if changed := changed_code(config.get("code", {}), code_of(args)):
         refuse(
             f"{folder} is finished, but by other code: {', '.join(changed[:5])}. To train with the new code choose "
             f"another --exp_name or --run_name, or --overwrite to replace the old run"
         )
-    ignored = ignored_changes(config["args"], args)
-    note = f" (it ran with another {', '.join(f'--{name}' for name in ignored)})" if ignored else ""
-    print_on_rank_0(f"{folder} is finished{note}; --overwrite replaces it, --seed or --exp_name start another")
+    print_on_rank_0(f"{folder} is finished; --overwrite replaces it, --seed or --exp_name start another")
     raise SystemExit(0)
 
 
@@ -170,69 +156,49 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
     """Return the values this run's first machine chose for flags left open; empty for a run that begins here."""
     if args.resume not in ("auto", "never"):
         folder = Path(args.resume).absolute().parent.parent
-    if args.overwrite or no_run(folder):
+    if args.overwrite or not has_config(folder):
         return {}
     return read_config(folder).get("resolved", {})
 
 
-def check_writable(folder: Path, args) -> None:
-    """Reject a folder in which no file can be made, by making one without a name; a dry run is only warned."""
-    place = folder.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
+def check_writable(args, folder: Path) -> None:
+    """Reject a folder in which no file can be made, by making one without a name."""
+    place = existing(folder)
     try:
-        with tempfile.TemporaryFile(dir=place):
-            return
+        tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
-        message = f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder"
-    if not args.dry_run:
-        refuse(message)
-    print_on_rank_0(f"warning: {message}")
+        refuse(f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder")
 
 
 def check_disk(args, folder: Path) -> None:
-    """Reject a disk that cannot take the trained weights: better in the first second than after the last step.
+    """Reject a disk that has no room for a copy of the given weights: better in the first second than at the end.
 
-    Counts model/ and critic/ at the size of the given weights (safetensors of a local folder; the size of a model on
-    the hub is unknown). Checkpoints are left out: with several ranks each node may have a disk of its own. A dry run
-    writes nothing and is only warned.
+    Counts the safetensors of a local model; the size of one on the hub is unknown.
     """
-    weights = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
-    place = Path(args.output_dir).absolute()
-    while not place.exists():
+    needed = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
+    free = shutil.disk_usage(existing(folder)).free
+    if free < needed:
+        refuse(
+            f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
+            f"{needed / 2**30:.1f}; free some space or choose another folder"
+        )
+
+
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
         place = place.parent
-    needed = weights
-    if not getattr(args, "disable_value", True):  # ppo.py, with a critic
-        given = dict(word.split("=", 1) for word in args.critic)
-        critic = Path(given.get("model_name_or_path", args.model_name_or_path))
-        needed += sum(f.stat().st_size for f in critic.glob("*.safetensors"))
-    free = shutil.disk_usage(place).free
-    if args.overwrite and folder.is_dir():  # RunLog removes the old run before anything is written
-        free += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    if free >= needed:
-        return
-    message = (
-        f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
-        f"{needed / 2**30:.1f}; free some space or choose another folder"
-    )
-    if not args.dry_run:
-        refuse(message)
-    print_on_rank_0(f"warning: {message}")
+    return place
 
 
-FIRST_FIELD = re.compile(r'\{"step": (-?\d+),')
+FIRST_FIELD = re.compile(r'\{"step": (-?[0-9]+)[,}]')
 
 
 def step_of(line: str) -> int | None:
-    """Step of a line of a .jsonl file, also of one that is no JSON but whole; None for half a line."""
+    """Step of a line of a .jsonl file, with which it begins; None for half a line and for another one."""
     found = FIRST_FIELD.match(line) if line.endswith("\n") else None
-    if found:
-        return int(found[1])
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
+    return int(found[1]) if found else None
 
 
 def last_step(path: Path) -> int:
@@ -267,7 +233,7 @@ def cut_back(file: Path, last: int) -> None:
         return
     with open(file, errors="replace") as lines:
         steps = ((step_of(line), line) for line in lines)  # one at a time: samples may fill gigabytes
-        write_whole(file, (line.rstrip("\n") + "\n" for step, line in steps if step is not None and step <= last))
+        write_whole(file, (line for step, line in steps if step is not None and step <= last))
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
@@ -355,16 +321,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def check_nothing_is_lost(folder: Path, args) -> None:
     """Reject a start from scratch, of a run without any checkpoint, that would discard what the user kept."""
     done = last_step(folder / "metrics.jsonl")
-    if done > 0 and args.save_every == 0 and args.save_minutes == 0:
+    saves_nothing = args.save_every == 0 and args.save_minutes == 0
+    if (done > 0 and saves_nothing) or (folder / "model").exists():
         refuse(
-            f"{folder} holds {done} steps of this run and no checkpoint of them (--save_every 0, --save_minutes 0); "
+            f"{folder} holds {done} steps of this run and no checkpoint of them (--save_every, --save_minutes); "
             f"--overwrite starts it from scratch, --seed or --exp_name start another"
-        )
-    if (folder / "model").exists():
-        refuse(
-            f"{folder} holds {done} steps of this run, which ended without a checkpoint to resume from "
-            f"(--save_every, --save_minutes); --overwrite starts it from scratch, --model_name_or_path "
-            f"{folder / 'model'} starts a run from its weights"
         )
     if done > 0:
         print_on_rank_0(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
@@ -375,7 +336,7 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
-    changed = changed_code(state.get("code"), code_of(args))
+    changed = changed_code(state.get("code", {}), code_of(args))
     if changed and args.resume == "auto":
         refuse(
             f"{start} was saved by other code: {', '.join(changed[:5])}. --resume {start} resumes it with the new "
@@ -392,12 +353,8 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
             f"resharded, results are equal up to rounding"
         )
     _, allowed = changed_arguments(state["args"], args, resolved=True)
-    for line in allowed:
+    for line in [*allowed, *changed_code(state.get("code", {}), code_of(args))]:
         print_on_rank_0(f"  changed: {line}")
-    for line in changed_code(state.get("code"), code_of(args)):
-        print_on_rank_0(f"  changed: {line}")
-    if "code" not in state:
-        print_on_rank_0("  its code is unknown: the checkpoint was saved before runs recorded their code")
     new = versions()
     for name in sorted({*new, *state["versions"]}):
         theirs, ours = state["versions"].get(name), new.get(name)

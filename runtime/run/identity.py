@@ -55,13 +55,6 @@ def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> t
     return other, allowed
 
 
-def ignored_changes(theirs: dict[str, Any], args) -> list[str]:
-    """Return the arguments that a finished run ignores although they differ and do not only concern its display."""
-    theirs = redact_values(theirs)
-    ours = recorded(args)
-    return [name for name in ours if ours[name] != theirs.get(name) and name not in PRESENTATION]
-
-
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
     own = {}
@@ -151,10 +144,8 @@ def _module_files(name: str, places: list[Path]) -> list[Path]:
     return []
 
 
-def changed_code(theirs: dict[str, str] | None, ours: dict[str, str]) -> list[str]:
-    """Return the files that differ between two runs, in words; none for a run from before code was recorded (None)."""
-    if theirs is None:
-        return []
+def changed_code(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
+    """Return the files that differ between two runs, in words."""
     words = []
     for name in sorted({*theirs, *ours}):
         if name not in ours:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import secrets
 import shutil
 import sys
@@ -21,7 +20,7 @@ import numpy as np
 from runtime.arguments.flags import OPEN, is_open
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
-from runtime.run.directory import cut_back, last_step, left_by_a_run
+from runtime.run.directory import cut_back, left_by_a_run
 from runtime.run.identity import code_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config
 from runtime.system import git, library_logs, user_files
@@ -29,7 +28,6 @@ from runtime.system.process import (
     PROJECT,
     FolderLock,
     Heap,
-    StopRequest,
     print_on_rank_0,
     refuse,
     usable_cores,
@@ -71,14 +69,12 @@ def print_header(
     longest = max(len(p.prompt_ids) for p in problems)
     evaluation = "evaluation on other data" if args.eval_dataset else f"{args.eval_prompts} more held out"
     engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_engines > 0 else ""
-    cores = usable_cores()
-    here = int(os.environ.get("LAUNCH_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1"))
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
         f"run        {folder}",
         *(user_files.find("runtime.arguments.presets:explain")(args) if args.preset is not None else ()),
         *derived_lines(args),
-        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}, {cores:g} cores{engines}",
+        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}, {usable_cores():g} cores{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
@@ -88,11 +84,6 @@ def print_header(
     ]
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
-    if cores < 2 * here:
-        lines.append(
-            f"warning    {cores:g} core(s) for {here} rank(s) on this node: trainer, engine and verifiers of each "
-            f"share less than two; ask for more (--cpus of submit.py, --cpus-per-task of Slurm, the container's quota)"
-        )
     if args.reward_control != "none":
         lines.append(
             f"CONTROL    --reward_control {args.reward_control}: what is trained on is not the verifier's reward"
@@ -266,9 +257,7 @@ class RunLog:
         self.first = 0  # the step after which the run resumed
         # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
         self.scores: dict[int, float | None] = {}
-        self.needless: Path | None = None  # a checkpoint that a finished run does not need
-        self.step_seconds: list[float] = []  # for the ETA: of each step of this process, without its evaluation
-        self.eval_seconds = 0.0  # for the ETA: of the last evaluation
+        self.step_seconds: list[float] = []  # for the ETA: of each step of this process, with its evaluation
         self.heap = Heap()
         if not is_main:
             library_logs.write_to(None)
@@ -284,9 +273,9 @@ class RunLog:
         self.code = code_of(args)
         if start is not None:
             self._check_data(data)
-            state = json.loads((start / "state.json").read_text())
-            self.first = state["step"]
-            self.wandb_id = self._tracked_by(start, state)
+            self.first = json.loads((start / "state.json").read_text())["step"]
+            if args.resume == "auto":  # otherwise steps may follow that wandb has, and it silently drops those
+                self.wandb_id = read_config(folder).get("wandb_id")
         self._drop_later_steps(start is not None)
         (folder / verdict.FILE).unlink(missing_ok=True)
         if "wandb" in args.track and self.wandb_id is None:
@@ -328,16 +317,6 @@ class RunLog:
             f"start another run (--run_name, --exp_name)"
         )
 
-    def _tracked_by(self, start: Path, state: dict) -> str | None:
-        """Return the wandb run to continue, or None for a new one if --resume goes back to before steps that it has.
-
-        wandb silently drops steps up to the last that it has. Those that ``--resume auto`` repeats are equal anyway.
-        """
-        known = read_config(self.folder).get("wandb_id") or state.get("wandb_id")
-        is_other = start.absolute().parent.parent != self.folder.absolute()
-        goes_back = is_other or last_step(self.folder / "metrics.jsonl") > self.first
-        return None if self.args.resume != "auto" and goes_back else known
-
     def _drop_later_steps(self, resumed: bool) -> None:
         """Truncate the .jsonl files to the step of the checkpoint, and set earlier final models aside."""
         for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
@@ -373,7 +352,6 @@ class RunLog:
         self.write("eval.jsonl", result)
         rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
         self.scores[result["step"]] = result.get(rated_by)
-        self.eval_seconds = result.get("time/eval", 0.0)
         print_on_rank_0(eval_line(result))
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
@@ -388,11 +366,9 @@ class RunLog:
         self.zero_steps = 0 if any(s.score > 0 for s in samples) else self.zero_steps + 1
         if self.zero_steps > 0 and self.zero_steps % ZERO_STEPS == 0:
             print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
-        self.step_seconds.append(metrics["time/step"] - metrics.get("time/eval", 0.0))
+        self.step_seconds.append(metrics["time/step"])
         seconds = np.mean(self.step_seconds[1:] or self.step_seconds)  # the first step is slower than the others
-        eval_every = self.args.eval_every or self.total
-        evaluations = max(1, math.ceil(self.total / eval_every) - step // eval_every)
-        remaining = seconds * (self.total - step) + self.eval_seconds * evaluations
+        remaining = seconds * (self.total - step)
         print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
         if step == 1 or step % SHOW_SAMPLES == 0:
             for s in shown:
@@ -432,13 +408,8 @@ class RunLog:
         """Finish the trackers, and let other runs have the folder."""
         for name, tracker in tuple(self.trackers.items()):
             self._track(name, tracker.finish)
-        if not self.is_main:
-            return
-        if self.needless is not None and (self.folder / "model").is_dir():
-            StopRequest.last_step_saved = False
-            shutil.rmtree(self.needless, ignore_errors=True)
-            (self.needless.parent / "latest").unlink(missing_ok=True)
-        self.lock.release()
+        if self.is_main:
+            self.lock.release()
 
 
 def _writable(value: Any, secrets: dict[str, str]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from runtime.data.samples import Problem
 from runtime.system import process
 from runtime.system.process import first_line, print_on_rank_0, refuse
 from runtime.training.deepspeed_zero import current_weights
-from runtime.training.model_files import some
 
 
 def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:
@@ -72,52 +70,27 @@ def adopt_template(tokenizer, args, problems: list[Problem]) -> None:
 
 
 def saved_head(name: ModelName, model) -> dict[str, torch.Tensor]:
-    """Find the scalar head in a checkpoint: ``weight`` [1, D] and perhaps ``bias`` [1]; empty without one.
+    """Read the head ``score`` of one of transformers' classifiers, or of ``save_critic``, from its safetensors.
 
-    It is the one linear layer with one output outside the transformer: ``score`` of transformers' classifiers and of
-    ``save_critic``, ``value_head`` or ``v_head`` elsewhere; in a local directory or in the hub's cache, in safetensors
-    or in a .bin file. Rank 0 prints which head the critic starts with.
+    Returns ``weight`` [1, D] and perhaps ``bias`` [1]; nothing where ``score`` is missing or has several outputs.
+    Rank 0 prints which head the critic starts with.
 
     Args:
-        name: the checkpoint.
+        name: the checkpoint, a local directory or in the hub's cache.
         model: the language model that was loaded from it.
     """
     from transformers.utils import cached_file
 
     folder = Path(cached_file(name.name, "config.json", revision=name.revision)).parent
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
-        tensors |= outside_of(model, file)
-    for file in folder.glob("value_head.bin"):  # of LLaMA-Factory, next to the weights
-        tensors |= outside_of(model, file)
-    size = model.config.get_text_config().hidden_size
-    found = [key.removesuffix(".weight") for key, tensor in tensors.items() if tensor.shape == (1, size)]
     head = {}
-    if len(found) == 1:
-        wanted = {f"{found[0]}.weight": "weight", f"{found[0]}.bias": "bias"}
-        root = found[0].partition(".")[0]
-        parts = {key for key in tensors if key.partition(".")[0] == root}  # more than these: a head of several layers
-        head = {wanted[key]: tensors[key] for key in parts} if parts <= wanted.keys() else {}
-    origin = f"{found[0]} of {name.name}" if head else "new, with values near 0"
-    if tensors and not head:
-        origin += f" ({some(sorted(tensors))} in {name.name}: not one linear layer with one output)"
-    print_on_rank_0(f"critic     value head: {origin}")
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for key in {"score.weight", "score.bias"} & set(tensors.keys()):
+                head[key.removeprefix("score.")] = tensors.get_tensor(key)
+    if "weight" not in head or head["weight"].shape != (1, model.config.get_text_config().hidden_size):
+        head = {}
+    print_on_rank_0(f"critic     value head: {f'score of {name.name}' if head else 'new, with values near 0'}")
     return head
-
-
-def outside_of(model, file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a weights file that are neither in a language model nor in a layer, but in other heads."""
-    known = model.state_dict().keys()
-    prefix = f"{model.base_model_prefix}."
-
-    def is_outside(key: str) -> bool:
-        return key not in known and prefix + key not in known and not re.search(r"\.\d+\.", key)
-
-    if file.suffix == ".bin":
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        return {key: tensor for key, tensor in tensors.items() if is_outside(key)}
-    with safe_open(file, "pt") as tensors:
-        return {key: tensors.get_tensor(key) for key in tensors.keys() if is_outside(key)}  # noqa: SIM118 (no dict)
 
 
 def save_critic(critic, normalizer, tokenizer, folder: Path, zero_stage: int, rank: int) -> None:

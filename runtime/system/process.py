@@ -197,21 +197,20 @@ class StopRequest:
     asked = False
     training = False  # it has begun, so there is something to save
     last_step_done = False  # what remains is the last evaluation and model/
-    last_step_saved = False  # and another start can do both
 
 
 def listen_for_signals() -> None:
     """Make the first of STOP_SIGNALS ask for a checkpoint after the step and exit code 75; a second one ends at once.
 
-    Before training there is nothing to save: the first signal ends the process at once, with 75. So it does once the
-    last step is saved, and where it is not, the run goes to its end. A thread reads which signals came, and answers
-    them even while the main thread waits in a collective, where a handler in Python would not run. SIGUSR2 prints the
-    stacks of all threads. A signal that was ignored from the start (nohup, a background job of a shell) stays ignored.
+    Before training there is nothing to save: the first signal ends the process at once, with 75. After the last step
+    the run goes to its end. A thread reads which signals came, and answers them even while the main thread waits in a
+    collective, where a handler in Python would not run. SIGUSR2 prints the stacks of all threads. A signal that
+    was ignored from the start (nohup, a background job of a shell) stays ignored.
     """
     outlive_the_console()
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by a launcher, whose end nothing else would tell this rank
         die_with_parent()
-    StopRequest.asked = StopRequest.training = StopRequest.last_step_done = StopRequest.last_step_saved = False
+    StopRequest.asked = StopRequest.training = StopRequest.last_step_done = False
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     read_signals(_listen)
 
@@ -246,9 +245,6 @@ def _listen(pipe: socket.socket, keep: socket.socket) -> None:
             os._exit(128 + signum)
         if not StopRequest.training:
             _write(f"{name} before the first step: ending, there is nothing to save\n")
-            os._exit(75)
-        if StopRequest.last_step_saved:
-            _write(f"{name}: the last step is saved: ending now with exit code 75, before the last evaluation\n")
             os._exit(75)
         StopRequest.asked = True
         first = now

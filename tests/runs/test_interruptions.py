@@ -308,7 +308,6 @@ import os, signal, time
 import tyro
 import grpo
 import utils
-from runtime.run import checkpoints
 
 if __name__ == "__main__":  # the reward workers import this file
     plain, calls = utils.gather_samples, []
@@ -321,16 +320,14 @@ if __name__ == "__main__":  # the reward workers import this file
         return plain(samples)
 
     utils.gather_samples = gather
-    checkpoints.AT_STAKE_SECONDS = float(os.environ["AT_STAKE_SECONDS"])
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
 
 
-def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int, restart: int) -> list[str]:
+def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int) -> list[str]:
     """The command line of a run that evaluates after every step, with a signal to rank 0 in one of the gathers."""
     monkeypatch.setenv("SIGNAL_AT", str(signal_at))
-    monkeypatch.setenv("AT_STAKE_SECONDS", str(restart))
     line = command(tiny, tmp_path, "--total_steps", str(steps), "--eval_every", "1", ranks=ranks)
     return with_program(line, tmp_path, SIGNAL_IN_EVALUATION)
 
@@ -342,7 +339,7 @@ def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, s
     """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
     finished = moment == "the last one"
     signal_at = 1 if moment == "the first evaluation" else 5
-    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2 if finished else 3, signal_at, restart=60)
+    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2 if finished else 3, signal_at)
     run = Run(line, tmp_path / "log")
     assert run.end(600) == (0 if finished else 75), run.text()
     words = "ending after the last evaluation" if finished else "saving after this step and its evaluation"
@@ -350,23 +347,6 @@ def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, s
     assert logged(tmp_path) == steps
     assert saved(tmp_path) == (0 if finished else steps)
     assert (tmp_path / "run" / "model").exists() == finished
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_in_the_last_evaluation_of_a_long_run(tiny, tmp_path, monkeypatch, ranks):
-    """It ends at once, as the last step is saved; the same command evaluates, and leaves what a straight run leaves."""
-    (tmp_path / "straight").mkdir()
-    straight = evaluates(tiny, tmp_path / "straight", monkeypatch, ranks, 2, signal_at=0, restart=60)
-    finish(straight, tmp_path / "straight.log")
-    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2, signal_at=5, restart=0)
-    run = Run(line, tmp_path / "log")
-    assert run.end(600) == 75, run.text()
-    assert "SIGTERM: the last step is saved: ending now" in run.text()
-    assert saved(tmp_path) == logged(tmp_path) == 2 and not (tmp_path / "run" / "model").exists()
-    monkeypatch.setenv("SIGNAL_AT", "0")
-    assert "resuming after step 2" in finish(line, tmp_path / "second.log")
-    assert record(tmp_path / "run") == record(tmp_path / "straight" / "run")
 
 
 ENDS_IN_A_PUSH = """

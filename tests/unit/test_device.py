@@ -26,7 +26,6 @@ from helpers import ROOT, clean_environment, folder_of, interrupted, record, run
 import grpo
 import rewards
 import utils
-from runtime.run import logger
 from runtime.training import deepspeed_zero, pretrained
 from runtime.training.deepspeed_zero import _is_renamed
 
@@ -165,19 +164,6 @@ def test_an_offloaded_optimizer_has_its_share_of_the_cores(monkeypatch, launched
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(deepspeed_zero.process, "usable_cores", lambda: 12.5)
     assert deepspeed_zero.offload_threads() == (threads or torch.get_num_threads())
-
-
-@pytest.mark.parametrize("cores, ranks, warned", [(3.5, 2, True), (1, 1, True), (4, 2, False), (2, 1, False)])
-def test_fewer_than_two_cores_for_a_rank_are_warned_of(tiny, tmp_path, monkeypatch, capsys, cores, ranks, warned):
-    """The start of a run counts the ranks of its node: engines and verifiers share their cores."""
-    monkeypatch.setattr(logger, "usable_cores", lambda: cores)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    args = tiny_args(tiny, tmp_path, dry_run=True)
-    grpo.main(args, grpo.preflight(args))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning    ")]
-    words = f"{cores:g} core(s) for {ranks} rank(s) on this node"
-    assert [words in line and "--cpus of submit.py" in line for line in lines] == [True] * warned, lines
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains in it")

@@ -637,19 +637,6 @@ def test_an_overwriting_that_was_cut_short_can_be_repeated(place, nothing_is_loa
         start(arguments(place, {**changes, "overwrite": True}))
 
 
-@pytest.mark.parametrize("inner", ["mine/other", "mine/sweep/other"])
-def test_no_run_inside_a_run(place, nothing_is_loaded, tmp_path, capsys, inner):
-    """Each would take the other's files for its own; --overwrite of the one outside leaves the other."""
-    earlier_run(place, {"output_dir": str(tmp_path / "first"), "run_name": "mine"})
-    message = refusal(arguments(place, {"output_dir": str(tmp_path / "first"), "run_name": inner}), capsys)
-    assert f"/{inner} is inside the folder of a run, {tmp_path}/first/mine" in message
-    earlier_run(place, {"output_dir": str(tmp_path), "run_name": inner})
-    outside = {"output_dir": str(tmp_path), "run_name": "mine"}
-    earlier_run(place, outside)
-    earlier_run(place, {**outside, "overwrite": True})
-    assert (tmp_path / inner / "config.json").is_file()
-
-
 def test_folder_of_another_run(place, nothing_is_loaded, capsys):
     earlier_run(place, {"run_name": "mine"})
     message = refusal(arguments(place, {"run_name": "mine", "beta": 0.25}), capsys)

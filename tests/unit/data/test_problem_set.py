@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import time
 import types
 import typing
 from pathlib import Path
@@ -547,37 +546,10 @@ def etas(log, steps: dict[int, dict], capsys) -> list[str]:
     return re.findall(r"ETA ([\d:]+)", capsys.readouterr().out)
 
 
-def evaluation(step: int, seconds: float) -> dict:
-    numbers = {"eval/pass@1": 0.5, "eval/length_mean": 3.0, "eval/truncated_frac": 0.0, "time/eval": seconds}
-    return {"step": step, "eval/samples": 1, "eval/problems": 4} | numbers
-
-
 def test_the_eta_leaves_out_the_first_step(tmp_path, capsys):
     """Ten steps: 100 seconds for the first one, which compiles and allocates, and 2 for each of the others."""
     seconds = {1: {"time/step": 100.0}, 2: {"time/step": 2.0}, 3: {"time/step": 2.0}}
     assert etas(new_log(tmp_path / "run"), seconds, capsys) == ["0:15:00", "0:00:16", "0:00:14"]
-
-
-def test_the_eta_counts_evaluations_that_follow_and_not_the_start(tmp_path, monkeypatch, capsys):
-    """Ten steps of 3 seconds, evaluations of 20 every fourth step: three follow step 1, and one follows step 10.
-
-    A start of an hour, with models and an engine to load, says nothing about the steps.
-    """
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    log = new_log(tmp_path / "run", eval_every=4)
-    clock[0] = 3600.0
-    log.evaluation(evaluation(0, 20.0))
-    assert etas(log, {1: {"time/step": 3.0}}, capsys) == ["0:01:27"], "9 steps and 3 evaluations"
-    seconds = {2: {"time/step": 3.0}, 3: {"time/step": 3.0}, 4: {"time/step": 23.0, "time/eval": 20.0}}
-    assert etas(log, seconds, capsys) == ["0:01:24", "0:01:21", "0:00:58"]
-    shown = etas(log, {step: {"time/step": 3.0} for step in range(5, 11)}, capsys)
-    assert shown[-3:] == ["0:00:26", "0:00:23", "0:00:20"]
-    whole = new_log(tmp_path / "whole", eval_every=5)
-    whole.evaluation(evaluation(0, 20.0))
-    shown = etas(whole, {step: {"time/step": 3.0} for step in range(4, 11)}, capsys)
-    assert shown[:2] == ["0:00:58", "0:00:35"], "the evaluations after steps 5 and 10; the one after 10"
-    assert shown[-1] == "0:00:20"
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -138,34 +138,17 @@ def test_a_changed_module_is_named(stopped, tmp_path, capsys):
     assert "kl_estimators.py has changed" in message
 
 
-def rewrite_code(folder: Path, changes: dict[str, str] | None) -> None:
-    """Give a run's config.json and its newest checkpoint other hashes; None: none at all, as older runs have."""
+def rewrite_code(folder: Path, changes: dict[str, str]) -> None:
+    """Give a run's config.json and its newest checkpoint other hashes."""
     checkpoint = folder / "checkpoints" / "step_000003"
     for file in (folder / "config.json", checkpoint / "state.json"):
         record = json.loads(file.read_text())
-        record["code"] |= changes or {}
-        if changes is None:
-            del record["code"]
+        record["code"] |= changes
         file.write_text(json.dumps(record))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     state = checkpoint / "state.json"
     manifest["files"]["state.json"] = (state.stat().st_size, process.file_digest(state))
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_a_run_made_before_code_was_recorded(stopped, tmp_path, capsys):
-    """It resumes, and says what it cannot know; finished, it is finished."""
-    args = copy_of(stopped, tmp_path)
-    rewrite_code(folder_of(args), None)
-    assert len(run_here(args)) == 4
-    assert "its code is unknown" in capsys.readouterr().out
-    config = folder_of(args) / "config.json"
-    record = json.loads(config.read_text())
-    del record["code"]
-    config.write_text(json.dumps(record))
-    with pytest.raises(SystemExit) as end:
-        run_here(args)
-    assert end.value.code == 0
 
 
 def test_the_files_that_count(tiny, tmp_path):
@@ -195,7 +178,6 @@ def test_the_files_that_count(tiny, tmp_path):
 
 
 def test_words_for_changed_code():
-    assert identity.changed_code(None, {"a.py": "1"}) == []
     assert identity.changed_code({"a.py": "1"}, {"a.py": "1"}) == []
     assert identity.changed_code({"a.py": "1", "b.py": "1", "d.py": "1"}, {"a.py": "2", "c.py": "1", "d.py": "1"}) == [
         "a.py has changed",
@@ -263,16 +245,6 @@ def test_a_longer_run_continues_by_its_default_name(tiny, tmp_path, monkeypatch)
     longer = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6})
     assert len(run_here(longer)) == 6
     assert folder_of(longer) == folder
-
-
-def test_a_finished_run_names_the_ignored_flags(stopped, tmp_path, capsys):
-    args = copy_of(stopped, tmp_path)
-    run_here(args)
-    args.micro_batch_tokens = 999
-    with pytest.raises(SystemExit) as end:
-        run_here(args)
-    assert end.value.code == 0
-    assert "is finished (it ran with another --micro_batch_tokens);" in capsys.readouterr().out
 
 
 ROUNDING = 1e-4
