@@ -1,6 +1,6 @@
 """Runs of several turns with a real engine: bits, kills, and ids, mask and rewards proved for every turn.
 
-What lives in a Python of its own needs TEXTARENA_PYTHON, GYMNASIUM_PYTHON or VERIFIERS_PYTHON, as adapters/ say. That
+What lives in a Python of its own needs GYMNASIUM_PYTHON or VERIFIERS_PYTHON, as adapters/ say. That
 of verifiers needs echo_v1.py and echo_user_sim_v1.py of its source archive (tests/v1/fixtures) in site-packages.
 """
 
@@ -334,28 +334,9 @@ def test_what_vllm_was_given_is_what_is_trained_on(chatty, tmp_path, monkeypatch
 # ------------------------------------------------------------------------------------------------- others' environments
 
 
-GAMES = ("GuessTheNumber", "Mastermind", "2048", "Bandit", "Blackjack", "TowerOfHanoi", "FrozenLake", "Minesweeper")
-GAMES += ("Sudoku", "LightsOut", "FifteenPuzzle", "PegJump", "Secretary", "Set")
 WORLDS = ("FrozenLake-v1", "FrozenLake8x8-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1")
 # Adapter -> its rows, and a program for the other Python that plays the same turns with the library alone.
 OTHERS = {
-    "text_arena.py:TextArena": (
-        "TEXTARENA_PYTHON",
-        [{"game": f"{game}-v0-raw", "seed": 5} for game in GAMES],
-        """
-import json, random, sys, textarena
-for row, turns in json.load(sys.stdin):
-    random.seed(row["seed"])
-    game = textarena.make(row["game"])
-    game.reset(num_players=1, seed=row["seed"])
-    for text in turns:
-        game.get_observation()
-        if game.step(text)[0]:
-            break
-    rewards = game.close()[0]
-    print(json.dumps(float(rewards[0]) if rewards else 0.0))
-""",
-    ),
     "gym_text.py:GymText": (
         "GYMNASIUM_PYTHON",
         [{"id": world, "seed": 5} for world in WORLDS],
@@ -419,7 +400,7 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     theirs = [json.loads(one) for one in done.stdout.splitlines()]
     assert [s["reward"] for s in samples] == pytest.approx(theirs, abs=1e-6)
     assert all(s["reward_status"] == "ok" for s in samples)
-    names = ("game", "id", "taskset")
+    names = ("id", "taskset")
     print([row[name] for row in rows for name in names if name in row], sorted(set(theirs)))
 
 
