@@ -29,10 +29,12 @@ equally many passes.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,6 +267,54 @@ from runtime.system import watchdog
 from runtime.training import batching, deepspeed_zero, pretrained
 
 # ------------------------------------------------------------------------------------------- the algorithm's arithmetic
+
+
+def token_rewards(samples: list[Sample], decode: Callable, args) -> np.ndarray:
+    """Return the task's reward of every response token, [N], response by response: all on the last token, 0 before.
+
+    With ``--dense_reward`` an intermediate score goes to the token that completes its characters, or of several turns
+    to the last one of its turn. ``decode``: token ids -> text.
+    """
+    found = []
+    for sample in samples:
+        masked = sample.finish_reason == "length" and args.mask_no_eos_with_zero
+        if args.dense_reward != "none" and sample.reward_steps and not masked:
+            rewards = dense_rewards(sample, decode, args)
+        else:
+            rewards = np.zeros(sample.length)
+            rewards[-1] = sample.reward
+        found.append(rewards)
+    return np.concatenate(found)
+
+
+def dense_rewards(sample: Sample, decode: Callable, args) -> np.ndarray:
+    """Return ``token_rewards`` of a response with intermediate scores, shaped as its reward is.
+
+    sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
+    reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
+    """
+    ids = sample.response_ids[sample.own()]
+    limit = args.max_reward_clip or math.inf
+
+    def shaped(score: float) -> float:
+        return max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
+
+    def characters(place: int) -> int:
+        return len(decode(ids[: place + 1], skip_special_tokens=True))
+
+    rewards = np.zeros(len(ids))
+    start = shaped(0.0) if args.dense_reward == "difference" else 0.0
+    before = start
+    for end, score in sample.reward_steps:
+        if sample.turn_steps:
+            place = end - 1
+        else:
+            place = bisect.bisect_left(range(len(ids)), end, key=characters)
+        place = min(place, len(ids) - 1)
+        rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
+        before = shaped(score)
+    rewards[-1] += sample.reward - (before - start)
+    return rewards
 
 
 def gae(
@@ -872,7 +922,7 @@ def main(args: Args, ready: Ready | None) -> None:
         # 6 advantages: one per token. They are whitened over all responses, also those outside the loss, so that EOS
         # gets credit relative to truncation. Every rank computes the same numbers from all tokens, in fp64. KL in the
         # reward is subtracted here.
-        task_rewards_N = torch.from_numpy(prompt_order.token_rewards(samples, run.tokenizer.decode, args))
+        task_rewards_N = torch.from_numpy(token_rewards(samples, run.tokenizer.decode, args))
         if kl.reward > 0:
             all_N = torch.ones(slots, dtype=torch.bool, device=device)
             kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)

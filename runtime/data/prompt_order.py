@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from runtime.data.problem_set import seed_from
 from runtime.data.samples import Problem, Sample, equal_rewards, is_correct
@@ -85,51 +81,6 @@ def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     wanted = requests(range(problems), count, args.seed, "eval")
     parameters = sampling(args) | {"temperature": args.eval_temperature}
     return wanted, parameters
-
-
-def token_rewards(samples: list[Sample], decode: Callable[..., str], args) -> np.ndarray:
-    """Return the task's reward of every response token, [N], response by response: all on the last token, 0 before.
-
-    With ``--dense_reward`` an intermediate score goes to the token that completes its characters, or of several turns
-    to the last one of its turn. ``decode``: token ids -> text.
-    """
-    found = []
-    for sample in samples:
-        masked = sample.finish_reason == "length" and args.mask_no_eos_with_zero
-        if args.dense_reward != "none" and sample.reward_steps and not masked:
-            rewards = _dense_rewards(sample, decode, args)
-        else:
-            rewards = np.zeros(sample.length)
-            rewards[-1] = sample.reward
-        found.append(rewards)
-    return np.concatenate(found)
-
-
-def _dense_rewards(sample: Sample, decode: Callable[..., str], args) -> np.ndarray:
-    """Return ``token_rewards`` of a response with intermediate scores, shaped as its reward is.
-
-    sum: every score counts in full. difference: what a score adds to the one before; the rewards sum to the response's
-    reward. What the last score does not hold (penalties, other verifiers, a reward model) is on the last token.
-    """
-    ids = sample.response_ids[sample.own()]
-    limit = args.max_reward_clip or math.inf
-
-    def shaped(score: float) -> float:
-        return max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
-
-    def characters(place: int) -> int:
-        return len(decode(ids[: place + 1], skip_special_tokens=True))
-
-    rewards = np.zeros(len(ids))
-    start = shaped(0.0) if args.dense_reward == "difference" else 0.0
-    before = start
-    for end, score in sample.reward_steps:
-        place = end - 1 if sample.turn_steps else bisect.bisect_left(range(len(ids)), end, key=characters)
-        place = min(place, len(ids) - 1)
-        rewards[place] += shaped(score) - (before if args.dense_reward == "difference" else 0.0)
-        before = shaped(score)
-    rewards[-1] += sample.reward - (before - start)
-    return rewards
 
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:

@@ -208,7 +208,7 @@ def test_the_reward_is_on_exactly_the_last_token(length, finish):
     samples[2].response_ids, samples[2].finish_reason = list(range(10, 10 + length)), finish
     for i, s in enumerate(samples):
         s.reward = 1.0 + i
-    rewards = torch.tensor(prompt_order.token_rewards(samples, None, Args()))
+    rewards = torch.tensor(ppo.token_rewards(samples, None, Args()))
     offsets = batching.token_offsets(samples)
     assert len(rewards) == offsets[-1]
     assert rewards.nonzero().flatten().tolist() == [b - 1 for b in offsets[1:]]
@@ -226,7 +226,7 @@ def dense(finish: str = "stop", score: float = 1.0, steps=((2, 0.5), (4, 0.25), 
     def decode(ids, skip_special_tokens):
         return "".join(words[min(i, 4)] for i in ids)
 
-    return sample.reward, prompt_order.token_rewards([sample], decode, args).tolist()
+    return sample.reward, ppo.token_rewards([sample], decode, args).tolist()
 
 
 def test_dense_rewards():

@@ -13,7 +13,6 @@ from helpers import folder_of, load_variant, make_samples, read_jsonl, run_here,
 import grpo
 import ppo
 import utils
-from runtime.data import prompt_order
 from runtime.data.samples import Sample
 from runtime.training import batching
 
@@ -150,7 +149,7 @@ def test_values_are_those_before_the_model_s_tokens(episodes):
 def test_the_reward_is_on_the_model_s_last_token(episodes):
     for sample in episodes:
         sample.reward = 1.0 + sample.sample_id
-    found = prompt_order.token_rewards(episodes, None, ppo.Args())
+    found = ppo.token_rewards(episodes, None, ppo.Args())
     offsets = batching.token_offsets(episodes)
     assert len(found) == offsets[-1]
     assert [found[end - 1] for end in offsets[1:]] == [s.reward for s in episodes]
@@ -165,18 +164,18 @@ def test_the_reward_of_a_turn_is_on_its_last_token(episodes):
     sample.reward_steps = ((ends[0], 2.0), (ends[-1], 2.5))
     sample.reward, sample.finish_reason = 3.5, "stop"
     args = ppo.Args(dense_reward="difference")
-    found = prompt_order.token_rewards([sample], None, args)
+    found = ppo.token_rewards([sample], None, args)
     expected = np.zeros(sample.length)
     expected[ends[0] - 1] += 2.0
     expected[ends[-1] - 1] += 0.5
     expected[-1] += 1.0
     assert found.tolist() == expected.tolist()
     sample.outcome = None  # a verifier's steps stand at characters
-    found = prompt_order.token_rewards([sample], lambda ids, **_: "xx" * len(ids), args)
+    found = ppo.token_rewards([sample], lambda ids, **_: "xx" * len(ids), args)
     assert np.flatnonzero(found)[0] == (ends[0] + 1) // 2 - 1
     sample.finish_reason = "length"
     sample.reward = 0.0
-    assert not prompt_order.token_rewards([sample], None, dataclasses.replace(args, mask_no_eos_with_zero=True)).any()
+    assert not ppo.token_rewards([sample], None, dataclasses.replace(args, mask_no_eos_with_zero=True)).any()
 
 
 def test_return_to_go_leaves_out_what_came_before_a_turn(episodes, tmp_path):
