@@ -57,13 +57,6 @@ VERIFIER_ALIASES = {
     "lighteval/math": "math",
     "digitallearninggmbh/math-lighteval": "math",
     "huggingfaceh4/math-500": "math",
-    "numina_aops_forum": "math",
-    "numina_synthetic_math": "math",
-    "numina_amc_aime": "math",
-    "numina_synthetic_amc": "math",
-    "numina_cn_k12": "math",
-    "numina_olympiads": "math",
-    "hiyouga/geometry3k": "math",
     "code": "code",
     "code_stdio": "code",
     "codecontests": "code",
@@ -186,8 +179,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
     for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
         if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
-            alone = "; --verifier reward_model needs none" if args.reward_model_name_or_path and key == truth else ""
-            refuse(f"{flag} {key}: {FLAG.get()} {source} has no such column; it has: {_names(has)}{alone}")
+            refuse(f"{flag} {key}: {FLAG.get()} {source} has no such column; it has: {_names(has)}")
     if names_verifiers is not None and has and not _is_column(names_verifiers, has):
         refuse(f"--verifier_key {names_verifiers}: {FLAG.get()} {source} has no such column; it has: {_names(has)}")
     if source.startswith(GYM):
@@ -328,7 +320,7 @@ def _named_verifiers(row: dict[str, Any], key: str) -> str:
     names = []
     for name in text.split(","):
         lower = name.strip().lower()
-        names.append("math" if lower.startswith("aime") else VERIFIER_ALIASES.get(lower, name))
+        names.append("math" if lower.startswith(("aime", "numina_")) else VERIFIER_ALIASES.get(lower, name))
     return ",".join(names)
 
 
@@ -396,13 +388,9 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
     if len(bad) > 20:
         indices += ", ..."
     found = f"{len(bad)} of {count} rows of {FLAG.get()} {source} cannot be used (rows {indices}); "
-    unknown = Counter(name for _, why in bad for name in set(re.findall(r"no (?:constraint|verifier) '([^']+)'", why)))
-    if unknown:
-        found += f"unknown: {', '.join(f'{name} ({rows} rows)' for name, rows in unknown.most_common())}; "
     found += f"row {bad[0][0]} {bad[0][1]}"
     if args.bad_rows == "error":
-        alone = ", --verifier reward_model for that model alone" if args.reward_model_name_or_path else ""
-        refuse(f"{found}; repair them, choose other columns or a --verifier{alone}, or add --bad_rows drop")
+        refuse(f"{found}; repair them, choose other columns or a --verifier, or add --bad_rows drop")
     print_on_rank_0(f"warning: --bad_rows drop: {found}")
 
 
@@ -509,33 +497,12 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         key = json.dumps(problem.messages if args.environment is None else [problem.messages, problem.row], default=str)
         if distinct.setdefault(key, problem).truth != problem.truth:
             contradicting.add(key)
-    for warning in _doubts(problems, len(contradicting)):
-        print_on_rank_0(f"warning: {FLAG.get()} {source}: {warning}")
-    return distinct
-
-
-CHECKERS = ("checker", "generated_checker", "special_judge", "check_func")  # columns of programs that judge an output
-COMMON = 0.1  # fraction of the rows from which on one ground truth is frequent
-
-
-def _doubts(problems: list[Problem], contradicting: int) -> list[str]:
-    """Describe values of a source that can be read but are probably mistakes."""
-    found = []
     if contradicting:
-        found.append(f"{contradicting} prompts stand in several rows with different ground truths; the first counts")
-    truth, count = Counter(problem.truth for problem in problems).most_common(1)[0] if problems else ("", 0)
-    choice = re.fullmatch(r"\(?[A-J]\)?|yes|no|true|false|", truth.strip(), re.IGNORECASE)
-    if len(problems) >= 20 and count > COMMON * len(problems) and not choice:
-        found.append(
-            f"{truth[:40]!r} is the ground truth of {count} of {len(problems)} rows: a constant answer earns it"
+        print_on_rank_0(
+            f"warning: {FLAG.get()} {source}: {len(contradicting)} prompts stand in several rows with different ground "
+            f"truths; the first counts"
         )
-    for key in CHECKERS:
-        rows = sum(problem.verifier == "code" and bool(problem.row.get(key)) for problem in problems)
-        if rows:
-            found.append(
-                f"{rows} rows have a program in {key!r} that judges outputs; they are compared with one output"
-            )
-    return found
+    return distinct
 
 
 # ------------------------------------------------------------------------------------------------- mixtures and splits
@@ -594,10 +561,7 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
     found = read_problems(args.eval_sources[0].name, args, check)
     if args.eval_prompts > 0 and args.eval_prompts != len(found):
         which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
-        mixer = json.dumps({args.eval_dataset: 1.0})
-        every = f"; --eval_dataset '{mixer}' takes all" if args.eval_prompts < len(found) else ""
-        source = args.eval_dataset
-        print_on_rank_0(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {source}{every}")
+        print_on_rank_0(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {args.eval_dataset}")
     return dict(itertools.islice(found.items(), args.eval_prompts))
 
 

@@ -10,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 # Some scorers pass the answer to eval, directly or inside sympy's parse_expr. What they may get: a list without calls,
@@ -59,43 +58,14 @@ def untagged(value):
     return value
 
 
-# Modules that cellpylib, which computes the rows of game_of_life, imports for functions that draw. Nothing here draws.
-PLOTTING = (
-    "matplotlib",
-    "matplotlib.animation",
-    "matplotlib.collections",
-    "matplotlib.pyplot",
-    "mpl_toolkits",
-    "mpl_toolkits.mplot3d",
-)
-
-
-@contextlib.contextmanager
-def without_plotting():
-    """Let imports find empty modules in place of matplotlib, whose import takes 0.4 of reasoning-gym's 1.1 CPU seconds.
-
-    A matplotlib that is already imported stays in use, and a later import finds the real one.
-    """
-    stand_ins = {} if "matplotlib" in sys.modules else {name: types.ModuleType(name) for name in PLOTTING}
-    if stand_ins:
-        stand_ins["mpl_toolkits.mplot3d"].Axes3D = None
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name in stand_ins:
-            del sys.modules[name]
-
-
 @functools.lru_cache(maxsize=16)
 def gym_dataset(name: str, options: str):
     """Create a data set of reasoning-gym with these options (JSON). Raises ValueError, TypeError or AssertionError.
 
     The ``datasets`` of a composite are ``[{"name": ..., "weight": ..., "config": {...}}]``.
     """
-    with without_plotting():
-        import reasoning_gym
-        from reasoning_gym.composite import DatasetSpec
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
 
     chosen = json.loads(options)
     parts = chosen.get("datasets")

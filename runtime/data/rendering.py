@@ -14,7 +14,7 @@ from runtime.data import problem_set
 from runtime.data.problem_set import Messages, check_enough
 from runtime.data.samples import Problem
 from runtime.data.sources import cached_map, digest, int_lists
-from runtime.system.process import first_line, print_on_rank_0, rank, refuse
+from runtime.system.process import first_line, print_on_rank_0, refuse
 
 # What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
 # could not go on after midnight, and one command would be another run on every day. It is the date that Llama's
@@ -222,7 +222,6 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     """
     check_template_variables(tokenizer, args)
     refuse_wrapped(problems, args)
-    warn_of_special_tokens(problems, tokenizer, args)
     variables = variables_of(problems, args)
     conversations = [conversation(problem, tokenizer) for problem in problems]
     try:
@@ -268,26 +267,6 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
         )
 
 
-def warn_of_special_tokens(problems: list[Problem], tokenizer, args) -> None:
-    """Warn where messages (but not reset's text) hold special tokens: as a rule another template has written them."""
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    if args.chat_template == "none" or not special or rank() != 0:
-        return
-    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-    found = []
-    for problem in problems:
-        text = "".join(message["content"] for message in problem.messages).removesuffix(problem.opening)
-        if match := pattern.search(text):
-            found.append((match[0], text))
-    if found:
-        token, text = found[0]
-        print(
-            f"warning: {len(found)} of {len(problems)} prompts hold special tokens of the tokenizer ({token}) as text, "
-            f"the first is {text[:80]!r}; where a template has written them, --chat_template none takes prompts as "
-            f"they are"
-        )
-
-
 def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     """Apply ``--overlong_prompts`` to problems whose ``prompt_ids`` are filled; return the problems that stay."""
     most = args.max_prompt_length
@@ -299,7 +278,6 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     words = (
         f"{len(long)} of {len(problems)} prompts are longer than --max_prompt_length {most} tokens, the longest has "
         f"{longest}; the first has {len(long[0].prompt_ids)}: {long[0].messages[-1]['content'][:80]!r}"
-        f"{' plus the definitions of the tools' if args.environment else ''}"
     )
     if how == "error":
         refuse(f"{words}. Raise --max_prompt_length to {longest}, or choose --overlong_prompts drop, left or right")

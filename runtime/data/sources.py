@@ -17,8 +17,6 @@ import json
 import math
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -30,7 +28,6 @@ from runtime.system.process import alone, file_digest, first_line, rank, refuse,
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
 GYM = "reasoning_gym:"
-HUB_TIMEOUT = 5.0  # seconds for the hub to answer at all
 CSV_BLOCK = 2**26  # bytes; no cell may be larger
 FLAG = ContextVar("flag", default="--dataset")  # the one whose source is read, for messages
 
@@ -43,8 +40,6 @@ class BrokenLine(ValueError):
 
 def local_files(source: str) -> list[Path]:
     """Return the local files of a source: one, several separated by commas, or a pattern such as data/*.parquet."""
-    if Path(source).is_file():
-        return [Path(source)]  # whatever is in its name
     found: list[Path] = []
     for part in map(str.strip, source.split(",")):
         if Path(part).is_file():
@@ -225,36 +220,13 @@ def _saved_or_hub(source: str):
             found = datasets.load_from_disk(name)
             return found[split] if isinstance(found, datasets.DatasetDict) else found
         name, _, configuration = name.partition(":")
-        _work_offline_without_hub()
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the hub client raises a dozen kinds for "not there"; all mean the same to the user
-        offline = ""
-        if datasets.config.HF_HUB_OFFLINE:
-            offline = " The hub is not reachable from here, or offline mode is set: only what is cached can be loaded."
         refuse(
             f"{FLAG.get()} {source} (split {split!r}): no such local file, no folder saved by datasets, not loadable "
-            f"from the hub ({type(error).__name__}: {first_line(error)[:200]}).{offline} Give .jsonl, .json, .parquet "
-            f"or .csv files, a hub id (ID:CONFIGURATION where it has several, ID@SPLIT), or "
-            f"reasoning_gym:NAME?key=value"
+            f"from the hub ({type(error).__name__}: {first_line(error)[:200]}). Give .jsonl, .json, .parquet or .csv "
+            f"files, a hub id (ID:CONFIGURATION where it has several, ID@SPLIT), or reasoning_gym:NAME?key=value"
         )
-
-
-def _work_offline_without_hub() -> None:
-    """Set offline mode where the hub does not answer: the client would retry for half a minute before it says so."""
-    import datasets
-    import huggingface_hub
-
-    if datasets.config.HF_HUB_OFFLINE:
-        return
-    request = urllib.request.Request(huggingface_hub.constants.ENDPOINT, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=HUB_TIMEOUT).close()
-    except urllib.error.HTTPError:
-        return  # it answers; what it thinks of this request does not matter
-    except OSError:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-        datasets.config.HF_HUB_OFFLINE = True
 
 
 def quiet() -> None:

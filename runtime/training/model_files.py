@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -170,13 +169,11 @@ def load_complete(auto: Any, name: str, flag: str = POLICY, has_head: bool = Tru
     if not has_head:
         inside = f"{model.base_model_prefix}."
         wrong = {key: why for key, why in wrong.items() if key.startswith(inside)}
-        extra = [key for key in extra if key.startswith(inside)] if not wrong else extra
+        extra = [key for key in extra if key.startswith(inside)]
     if wrong:
-        extra.sort(key=lambda key: -SequenceMatcher(None, next(iter(wrong)), key).ratio())
-        near = f" (the files have {some(extra)}, which the model does not)" if extra else ""
         refuse(
             f"{flag} {name}: {len(wrong)} of the model's weights are not in its files and would be random: "
-            f"{some([key + why for key, why in wrong.items()])}{near}; use a complete checkpoint, or correct its "
+            f"{some([key + why for key, why in wrong.items()])}; use a complete checkpoint, or correct its "
             f"config.json or --override_config"
         )
     if extra:
@@ -243,7 +240,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
 
 
 def check_reward_model(args: RunFlags) -> None:
-    """Reject a reward model that is no sequence classifier, whose head would be random, and flags without a model."""
+    """Reject a reward model that has not one output, and flags without a model."""
     name = args.reward_model_name_or_path
     length = args.reward_model_max_length
     if name is None:
@@ -251,11 +248,6 @@ def check_reward_model(args: RunFlags) -> None:
             refuse("--reward_model_max_length needs --reward_model_name_or_path; give it, or leave this out")
         return
     config = read_configs(args.reward_model, "--reward_model_name_or_path", args.dry_run)[0]
-    if not any("SequenceClassification" in a for a in config.get("architectures") or ()):
-        refuse(
-            f"--reward_model_name_or_path {name}: {config.get('architectures')} is not a sequence classifier, so "
-            f"its scores would come from a random head"
-        )
     if len(config.get("id2label", "01")) != 1:
         refuse(f"--reward_model_name_or_path {name}: has {len(config.get('id2label', '01'))} outputs, must have one")
     context = config.get("max_position_embeddings", length)

@@ -11,7 +11,6 @@ from collections import deque
 from importlib import metadata
 
 import fork_server
-import numpy as np
 import pytest
 from helpers import ROOT
 
@@ -122,19 +121,6 @@ def test_the_rows_of_the_process_that_a_run_starts_are_those_made_here(plain_pri
     printed = plain_printed_rows("composite", chosen)
     assert json.loads(printed) == rows_here("composite", options)
     assert fork_server.printed_rows("composite", chosen) == printed
-
-
-def test_game_of_life_is_computed_without_matplotlib(monkeypatch):
-    """A glider moves one cell down and right in four generations, and a later import would find the real matplotlib."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("cellpylib", "matplotlib", "mpl_toolkits")]:
-        monkeypatch.delitem(sys.modules, name)
-    with reasoning_gym_tasks.without_plotting():
-        import cellpylib
-    assert not sys.modules.keys() & set(reasoning_gym_tasks.PLOTTING)
-    board = np.zeros((1, 8, 8), dtype=int)
-    board[0, [1, 2, 3, 3, 3], [2, 3, 1, 2, 3]] = 1
-    later = cellpylib.evolve2d(board, timesteps=5, apply_rule=cellpylib.game_of_life_rule, memoize="recursive")
-    assert (later[-1] == np.roll(board[0], (1, 1), (0, 1))).all()
 
 
 # These choose from sets: their problems follow from Python's hash seed, which every process draws for itself.

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import urllib.error
 from pathlib import Path
 
 import pyarrow.parquet
@@ -58,9 +57,7 @@ def questions(problems: list[samples.Problem]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
-def test_names_with_commas_and_lists_with_blanks(tmp_path):
-    first = write(tmp_path / "a, b.jsonl", rows(20))
-    assert len(everything(Args(dataset=first))) == 20
+def test_lists_with_blanks(tmp_path):
     second, third = write(tmp_path / "c.jsonl", rows(20)), write(tmp_path / "d.jsonl", rows(20, first=20))
     assert len(everything(Args(dataset=f"{second}, {third}"))) == 40
 
@@ -198,38 +195,6 @@ def test_two_processes_that_start_at_once_share_the_work(tmp_path):
     starts = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
     assert [start.communicate(timeout=100)[0].split()[-1] for start in starts] == ["60", "60"]
     assert len(log.read_text()) == 60
-
-
-@pytest.mark.integration
-def test_a_hub_data_set_without_network(tmp_path):
-    """The client retries for 23 seconds before it gives up; here one question says that the hub does not answer."""
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    command = script("grpo.py", "--dataset", "openai/gsm8k:main@test", "--dry_run")
-    end = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=20)
-    assert end.returncode == 2
-    assert "--dataset openai/gsm8k:main@test (split 'test')" in end.stderr and "hub is not reachable" in end.stderr
-    assert end.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, answers):
-    """By no library a second time, and by no process that is started later; what it answers does not matter."""
-    import datasets
-    import huggingface_hub.constants
-
-    def ask(request, timeout):
-        if answers:
-            raise urllib.error.HTTPError(request.full_url, 404, "Not Found", None, None)
-        raise urllib.error.URLError("no route")
-
-    monkeypatch.setattr("urllib.request.urlopen", ask)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    sources._work_offline_without_hub()
-    assert answers != datasets.config.HF_HUB_OFFLINE
-    assert huggingface_hub.is_offline_mode() != answers
-    assert os.environ["HF_HUB_OFFLINE"] == ("0" if answers else "1")
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -1022,7 +987,7 @@ def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
 
 
 def test_prompts_that_are_ready(tokenizer, capsys):
-    """--chat_template none takes them as they are; a second template around the first one's tokens is warned of."""
+    """--chat_template none takes them as they are; single ones among others get a second template."""
     ready = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n<think>"
 
     def decoded(text: str, **changes) -> str:
@@ -1033,11 +998,6 @@ def test_prompts_that_are_ready(tokenizer, capsys):
     assert decoded("Solve\n", chat_template="none") == "Solve\n"
     assert not capsys.readouterr().out
     assert decoded(ready).count("<|im_start|>user") == 2
-    said = capsys.readouterr().out
-    assert "warning: 1 of 2 prompts hold special tokens of the tokenizer (<|im_start|>)" in said
-    assert "--chat_template none" in said
-    decoded("plain, too")
-    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -1076,10 +1036,7 @@ def test_no_template_is_put_around_another(tokenizer, capsys, text, wrapped):
 def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
     train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=40))
     load(Args(dataset=train, eval_dataset=test, eval_prompts=7))
-    said = capsys.readouterr().out
-    assert f"--eval_prompts 7: the first 7 of the 10 of {test}; --eval_dataset " in said
-    mixer = said.split("--eval_dataset '")[1].split("'")[0]
-    assert len(load(Args(dataset=train, eval_dataset=mixer))[1]) == 10
+    assert f"--eval_prompts 7: the first 7 of the 10 of {test}\n" in capsys.readouterr().out
     load(Args(dataset=train, eval_dataset=test, eval_prompts=70))
     assert f"--eval_prompts 70: all of the 10 of {test}\n" in capsys.readouterr().out
     for eval_prompts in (0, 10):
@@ -1135,9 +1092,9 @@ def test_a_reward_model_alone_needs_no_truth(tmp_path, capsys):
     (problem,) = everything(alone)
     assert (problem.truth, problem.verifier) == ("", "reward_model")
     message = refusal(capsys, Args(**known, dataset=f"{tmp_path}/hh.parquet"), everything)
-    assert "no verifier 'Dahoas/full-hh-rlhf'" in message and "--verifier reward_model for that model alone" in message
+    assert "no verifier 'Dahoas/full-hh-rlhf'" in message
     message = refusal(capsys, Args(**known, dataset=plain, prompt_key="prompt"), everything)
-    assert "--ground_truth_key answer" in message and "; --verifier reward_model needs none" in message
+    assert "--ground_truth_key answer" in message
     typo = Args(**known, dataset=plain, prompt_key="prompt", verifier="reward_model", ground_truth_key="chosn")
     assert "--ground_truth_key chosn" in refusal(capsys, typo, everything)
 
