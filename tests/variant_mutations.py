@@ -114,8 +114,8 @@ MUTATIONS = [
     ),
     ("another temperature", "grpo_min.py", "(logits_TV / temperature)", "logits_TV", GRADIENT),
     ("another temperature of the sampler", "grpo_min.py", "(logits / args.temperature)", "logits", SMALL),
-    ("padding without a mask", "grpo_min.py", "attention_mask=mask, position_ids", "position_ids", SMALL),
-    ("rows of others after an end", "grpo_min.py", "ids = ids[rows]", "ids = ids[: len(rows)]", SMALL),
+    ("tokens after the end", "grpo_min.py", "if not r.ids or r.ids[-1] not in stop_ids:", "if True:", SMALL),
+    ("another last token of the prompt", "grpo_min.py", "prompt[-1], device", "prompt[-2], device", SMALL),
     ("no push", "grpo_min.py", "            engine.push(model)", "            pass", ALONE),
 ]
 

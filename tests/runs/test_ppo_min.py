@@ -84,7 +84,7 @@ def test_its_gradients_are_those_of_ppo(small, tiny, tiny_model, micro_batch):
         ids = sample.response_ids.tolist()
         response = small.Response(list(sample.prompt_ids), ids, [], sample.finish_reason == "length", reward)
         with torch.no_grad():
-            logprobs = (small.outputs(tiny_model, [response]) / TEMPERATURE).log_softmax(-1)
+            logprobs = (small.outputs(tiny_model, [response])[0] / TEMPERATURE).log_softmax(-1)
         response.logprobs = (logprobs[range(len(ids)), ids] - own).tolist()
         responses.append(response)
     small.set_advantages(critic, responses, args)
@@ -102,4 +102,4 @@ def test_its_gradients_are_those_of_ppo(small, tiny, tiny_model, micro_batch):
 def test_its_critic_starts_near_zero(small, tiny):
     start = {"num_labels": 1, "initializer_range": 1e-3}  # as main has it
     critic = AutoModelForTokenClassification.from_pretrained(tiny, dtype=torch.float32, **start).eval()
-    assert 0 < small.outputs(critic, [small.Response([5, 6, 7], [8, 9], [])]).abs().max() < 0.1
+    assert 0 < small.outputs(critic, [small.Response([5, 6, 7], [8, 9], [])])[0].abs().max() < 0.1
