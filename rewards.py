@@ -234,7 +234,7 @@ def reasoning_gym_(response: str, truth: str, row: dict) -> Reward:
         return Reward(0.0, status="unscorable", detail="the row's column metadata names no source_dataset")
     if answer is None or len(answer) > 100 * LONGEST_ANSWER:
         return _judged(0, None)
-    score = user_files.find("runtime.data.reasoning_gym_tasks:score_of")(answer, truth, name, row)
+    score = user_files.find("graders.reasoning_gym_tasks:score_of")(answer, truth, name, row)
     consoled = score < 1 and truth != "" and truth in answer
     return _judged(0 if consoled or not math.isfinite(score) else score, answer)
 

@@ -46,7 +46,7 @@ from helpers import (
     tiny_args,
 )
 
-from runtime.data import reasoning_gym_tasks
+from graders import reasoning_gym_tasks
 from runtime.data.samples import Sample
 from runtime.system import process
 

@@ -72,7 +72,7 @@ ROWS: list[subprocess.Popen] = []  # the process that has imported reasoning-gym
 
 
 def printed_rows(name: str, options: str) -> str:
-    """Return the output of ``python -m runtime.data.reasoning_gym_tasks NAME OPTIONS``."""
+    """Return the output of ``python -m graders.reasoning_gym_tasks NAME OPTIONS``."""
     if not ROWS:
         line = [sys.executable, str(Path(__file__).resolve()), "rows"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -88,7 +88,7 @@ def printed_rows(name: str, options: str) -> str:
 def serve_rows() -> None:
     """Answer each line of standard input with the exit code of a fork that has written its rows to a file."""
     sys.path.insert(0, str(ROOT))
-    from runtime.data import reasoning_gym_tasks
+    from graders import reasoning_gym_tasks
 
     reasoning_gym_tasks.gym_dataset("chain_sum", "{}")
     reasoning_gym_tasks.gym_dataset.cache_clear()

@@ -91,7 +91,7 @@ def gym_rows(source: str, seed: int) -> list[dict[str, Any]]:
             given.append((key, json.loads(value)))
         options |= unique(given)
         least = float(str(options.pop("min_answer", "-inf")))
-        rows = user_files.find("runtime.data.reasoning_gym_tasks:gym_rows")(name, options)
+        rows = user_files.find("graders.reasoning_gym_tasks:gym_rows")(name, options)
         return [row for row in rows if least == -math.inf or float(row["answer"]) >= least]
     except ValueError as error:
         refuse(f"{FLAG.get()} {source}: reasoning-gym says: {error} (form: reasoning_gym:NAME?key=value&key=value)")

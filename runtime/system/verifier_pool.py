@@ -24,7 +24,7 @@ LOADED = {
     "code": ("graders.code:judge",),
     "ifeval": ("graders.ifeval:judge",),
     "countdown": ("graders.math.extraction:final_answer",),
-    "reasoning_gym": ("runtime.data.reasoning_gym_tasks:score_of", "graders.math.extraction:final_answer"),
+    "reasoning_gym": ("graders.reasoning_gym_tasks:score_of", "graders.math.extraction:final_answer"),
 }
 MANY = 16  # responses on each of which a verifier of the user's own must have raised before the run ends
 

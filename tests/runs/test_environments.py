@@ -1,7 +1,6 @@
 """Runs of several turns with a real engine: bits, kills, and ids, mask and rewards proved for every turn.
 
-What lives in a Python of its own needs GYMNASIUM_PYTHON or VERIFIERS_PYTHON, as adapters/ say. That
-of verifiers needs echo_v1.py and echo_user_sim_v1.py of its source archive (tests/v1/fixtures) in site-packages.
+What lives in a Python of its own needs GYMNASIUM_PYTHON, as adapters/ say.
 """
 
 from __future__ import annotations
@@ -357,21 +356,6 @@ for row, turns in json.load(sys.stdin):
     print(json.dumps(total))
 """,
     ),
-    "verifiers_v1.py:Verifiers": (
-        "VERIFIERS_PYTHON",
-        [{"taskset": "echo-user-sim-v1", "options": {"phrases": list("aeo"[:n])}, "max_turns": 3} for n in (2, 3)]
-        + [{"taskset": "echo-v1", "options": {"phrases": ["a", "th"]}, "index": k, "max_turns": 3} for k in range(2)],
-        """
-import asyncio, json, sys
-from types import SimpleNamespace
-from verifiers.v1.utils import loaders
-for row, turns in json.load(sys.stdin):
-    config = loaders.taskset_config_type(row["taskset"])(id=row["taskset"], **row["options"])
-    task = list(loaders.load_taskset(config).load())[row.get("index", 0)]
-    trace = SimpleNamespace(assistant_messages=[SimpleNamespace(content=text) for text in turns])
-    print(json.dumps(asyncio.run(task.echoed(trace))))
-""",
-    ),
 }
 
 
@@ -400,7 +384,7 @@ def test_others_environments_are_played_as_they_are(chatty, tmp_path, name):
     theirs = [json.loads(one) for one in done.stdout.splitlines()]
     assert [s["reward"] for s in samples] == pytest.approx(theirs, abs=1e-6)
     assert all(s["reward_status"] == "ok" for s in samples)
-    names = ("id", "taskset")
+    names = ("id",)
     print([row[name] for row in rows for name in names if name in row], sorted(set(theirs)))
 
 

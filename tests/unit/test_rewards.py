@@ -322,7 +322,7 @@ def test_what_a_verifier_needs_is_there_before_its_first_sample(monkeypatch, ver
     verifier_pool.prepare_workers(rewards._verify, [verifier])
     verifier_pool.start_worker([verifier], unsafe=True)
     expected = {"exact": [], "code": ["graders.code", "graders.code", "code"]}
-    expected["reasoning_gym"] = ["runtime.data.reasoning_gym_tasks", "graders.math.extraction", "reasoning_gym"]
+    expected["reasoning_gym"] = ["graders.reasoning_gym_tasks", "graders.math.extraction", "reasoning_gym"]
     assert started == expected[verifier]
     assert sandbox.allow_unsafe == (verifier == "code"), "--allow_unsafe_code_exec reaches the process that runs code"
 

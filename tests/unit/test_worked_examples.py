@@ -15,8 +15,9 @@ from episode_player import Player, arguments, observations, tokenizer_of
 from helpers import ROOT
 
 import grpo
+from graders import reasoning_gym_tasks
 from runtime.arguments import flags
-from runtime.data import reasoning_gym_tasks, rendering
+from runtime.data import rendering
 from runtime.data.samples import Problem
 from runtime.environments import episodes
 

@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 
 import rewards
-from graders import ifeval, text
+from graders import ifeval, reasoning_gym_tasks, text
 from graders.math import algebra, answers, extraction, units
-from runtime.data import reasoning_gym_tasks
 
 LIMIT = 0.4  # seconds of the processor for one text
 SHORT, LONG = 2 * text.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response

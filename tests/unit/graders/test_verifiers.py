@@ -15,12 +15,11 @@ import pytest
 from helpers import ROOT, read_jsonl, real
 
 import rewards
-from graders import ifeval
+from graders import ifeval, reasoning_gym_tasks
 from graders.math import algebra
 from graders.math.extraction import final_answer
 from graders.text import after_thinking, last_boxed
 from rewards import VERIFIERS, Reward, RewardPool
-from runtime.data import reasoning_gym_tasks
 
 
 def score(name: str, response: str, truth: str, row: dict | None = None) -> float:

@@ -118,8 +118,8 @@ def printed_rows(name: str, chosen: str) -> str:
     could not go on. Others (codeio, list_functions) draw from the random numbers that a process has in common, whatever
     their seed is. Both are fixed there.
     """
-    command = [sys.executable, "-m", "runtime.data.reasoning_gym_tasks", name, chosen]
-    folder = Path(__file__).resolve().parent.parent.parent
+    command = [sys.executable, "-m", "graders.reasoning_gym_tasks", name, chosen]
+    folder = Path(__file__).resolve().parent.parent
     environment = os.environ | {"PYTHONHASHSEED": "0"}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
     return subprocess.run(command, cwd=folder, env=environment, **pipes, check=True).stdout

@@ -15,13 +15,14 @@ import pytest
 from helpers import ROOT
 
 import rewards
+from graders import reasoning_gym_tasks
+from graders.reasoning_gym_tasks import GYM_UNSUPPORTED
 from grpo import Args
 from rewards import VERIFIERS, RewardPool, truth_error
-from runtime.data import problem_set, reasoning_gym_tasks
-from runtime.data.reasoning_gym_tasks import GYM_UNSUPPORTED
+from runtime.data import problem_set
 
 PAGE = ROOT / "docs" / "reference" / "rewards.md"
-BEGIN, END = "<!-- made by tests/unit/data/test_reasoning_gym_tasks.py -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tests/unit/graders/test_reasoning_gym_tasks.py -->", "<!-- end -->"
 ROWS = 4
 # These have many right answers, and what is right for another row may be right here.
 SEVERAL_RIGHT = {"graph_color", "jugs", "n_queens", "propositional_logic", "quantum_lock", "rush_hour", "sokoban"}
