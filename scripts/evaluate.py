@@ -170,7 +170,7 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
     script = identity.script_of(args)
     for line in identity.changed_code(config.get("code", {}), identity.code_of(args)):
         if line.startswith(f"{script} ") and not accept:
-            commit = config["git"].get("commit", "unknown")
+            commit = config.get("git", {}).get("commit", "unknown")
             process.refuse(
                 f"--run {folder}: {line} since the run, and its engine is part of what the run measured; restore it "
                 f"(the run's commit: {commit}), or pass --accept_changed_code to evaluate with the current one"

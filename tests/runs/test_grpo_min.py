@@ -46,10 +46,10 @@ def edited(name: str, folder):
     for old, new in EDITS[name][0].items():
         assert text.count(old) == 1
         text = text.replace(old, new)
-    (folder / f"edited_{name}.py").write_text(text)
+    (folder / f"small_{name}.py").write_text(text)
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(f"edited_{name}")
+        return importlib.import_module(f"small_{name}")
     finally:
         sys.path.remove(str(folder))
 

@@ -66,7 +66,7 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     grpo.build_vllm(tiny_args(tiny, tmp_path, stop_strings=(".",)), torch.float32, 0, 1)
     assert not given["skip_tokenizer_init"]
     (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args), "script": "grpo.py"}))
-    evaluation, *_ = evaluate.parse(["--run", str(tmp_path)])
+    evaluation, *_ = evaluate.parse(["--run", str(tmp_path), "--accept_changed_code"])
     assert evaluation.tokenizer_name_or_path is None and json.loads(evaluation.vllm_args) == {"load_format": "auto"}
 
 
