@@ -1,4 +1,4 @@
-"""What runs in a sandbox: a program, a program whose functions are called, or the tests that call them.
+"""Run in a sandbox: a program, a program whose functions are called, or the tests that call them.
 
 Tests and a program run in two sandboxes and exchange plain values, so that neither sees the other's memory. The jobs:
 

@@ -171,14 +171,14 @@ def test_command_lines_are_taken(page):
 
 
 def of_commit(*words: str) -> str | None:
-    """What git prints, or None if it ends with an error, as where a shallow clone lacks the commit."""
+    """Return the output of git, or None if it ends with an error, as where a shallow clone lacks the commit."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     return done.stdout if done.returncode == 0 else None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_commands_of_an_earlier_commit_are_in_it(page):
-    """Where git has the commit: the program, or the target of its Makefile."""
+    """Show that git has, at the commit, the program, or the target of its Makefile."""
     missing = []
     for commit, line in EARLIER.findall(page.read_text()):
         if of_commit("cat-file", "-e", f"{commit}^{{commit}}") is None:

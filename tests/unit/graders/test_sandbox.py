@@ -871,7 +871,7 @@ def test_the_memory_of_all_processes_is_watched(attack):
 
 
 def test_a_long_answer_is_not_read(monkeypatch):
-    """What reads it bounds its own time and memory."""
+    """Show that reading it is bounded in time and memory."""
     monkeypatch.setattr(sandbox, "LONGEST_LINE", 10**5)
     for length, answered in ((10**4, True), (10**6, False)):
         with Sandbox(5.0) as run:

@@ -380,7 +380,7 @@ def test_the_memory_of_the_node_counts(capsys, changes, setting, expected):
 
 
 def test_a_rank_has_its_share_of_what_the_node_has_left(monkeypatch, tmp_path):
-    """What the kernel calls available, or a container's limit below that, old or new."""
+    """Return the available memory of the kernel, or a container's limit below that, old or new."""
     said = {"/proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    4000 kB\n"}
 
     def read(path: Path) -> str:
