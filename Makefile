@@ -7,7 +7,7 @@ setup:
 	@scripts/setup.sh
 
 # A GRPO run on whatever the machine has, with its curves: make quickstart ARGS="--seed 2"
-# Without the small blocks that glibc keeps for each thread, it needs less memory (docs/evidence/memory.md).
+# Without the small blocks that glibc keeps for each thread, it needs less memory (docs/maintainers/memory.md).
 quickstart: setup
 	GLIBC_TUNABLES=$${GLIBC_TUNABLES:-glibc.malloc.tcache_count=0} $(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
@@ -31,7 +31,7 @@ test-integration: setup
 test-all: setup
 	$(PYTHON_BIN) tests/run_all.py $(ARGS)
 
-# What only a GPU can decide (docs/evidence/gpu.md); skipped, with the reason, on a machine without one
+# What only a GPU can decide (docs/maintainers/gpu.md); skipped, with the reason, on a machine without one
 test-gpu: setup
 	$(PYTHON_BIN) -m pytest -v -rs -m gpu $(ARGS)
 
@@ -41,7 +41,7 @@ test-engines: setup
 	@[ -x .engines/bin/ray ] || (python3 -m venv .engines && .engines/bin/pip install -q -r requirements-engines.txt)
 	$(PYTHON_BIN) -m pytest -q -n 2 --dist loadfile --durations 8 -rs -m engines tests/launch $(ARGS)
 
-# The GPU path on a fake CUDA device, without a GPU (docs/reference/gpu.md); installs the CUDA wheels into .cuda
+# The GPU path on a fake CUDA device, without a GPU (docs/models.md); installs the CUDA wheels into .cuda
 cuda-check:
 	@tests/fake_cuda/setup.sh
 	.cuda/bin/python tests/fake_cuda/check.py $(ARGS)

@@ -54,7 +54,7 @@ class Args(flags.RunFlags):
     exp_name: str = Path(__file__).stem
     """First part of the run's name. Default: the script's file name, so a copy of the script gets runs of its own."""
     preset: str | None = None
-    """Use the defaults of another framework, e.g. verl (docs/evidence/presets.md). All other flags take precedence."""
+    """Use the defaults of another framework, e.g. verl (docs/flags.md). All other flags take precedence."""
     total_steps: int = 20
     """Number of training steps; each samples one batch and trains on it."""
     total_episodes: int | None = None

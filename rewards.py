@@ -12,7 +12,7 @@ time-out, so a response that sends a parser into an endless loop costs one sampl
 Whatever a response says, the run continues. What is wrong with the data or with a verifier ends it at the start:
 every truth must pass its own verifier, and a verifier of the user's own must not raise on the first row.
 
-docs/reference/rewards.md lists the verifiers, the columns they read, and what is guaranteed. This imports no torch.
+docs/data_and_rewards.md lists the verifiers, the columns they read, and what is guaranteed. This imports no torch.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def question_of(row: dict) -> str:
 
 
 def math_(response: str, truth: str, row: dict) -> Reward:
-    """Score 1 if the final answer is the truth as text, or equal to it by math-verify (docs/reference/rewards.md).
+    """Score 1 if the final answer is the truth as text, or equal to it by math-verify (docs/data_and_rewards.md).
 
     Of a JSON list of truths any one is right. Part ``echo``: 1 for a formula copied from the problem, which scores 0.
     """

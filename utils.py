@@ -765,7 +765,7 @@ def check_sampler(stats: TokenStats, limit: float, dtype: torch.dtype, run: Run 
         differ = f"sampler and trainer log-probs differ by {means_E[worst]:.3g} nats per token (engine {worst}; "
         cause = "the engine has stale weights or a different model"
         if run is not None and not run.sampler_agreed:
-            cause = "vLLM computes this architecture differently (docs/reference/models.md); use --rollout hf"
+            cause = "vLLM computes this architecture differently (docs/models.md); use --rollout hf"
             refuse(f"{differ}--max_logprob_diff: {limit:g}) before any training: {cause}")
         raise RuntimeError(f"{differ}--max_logprob_diff: {limit:g}): {cause}")
     if run is not None and counts_E.sum() > 0:

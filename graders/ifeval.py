@@ -259,7 +259,7 @@ def judge(response: str, truth: str, row: dict) -> tuple[float, str]:
     try:
         names, arguments_of = constraints_of(truth, row)
         if unknown := [f"no constraint {name!r}" for name in names if name not in CONSTRAINTS]:
-            raise ValueError(f"{', '.join(unknown)}; known: those of IFEval (docs/reference/rewards.md)")
+            raise ValueError(f"{', '.join(unknown)}; known: those of IFEval (docs/data_and_rewards.md)")
         kept = []
         for name, arguments in zip(names, arguments_of, strict=True):
             constraint = CONSTRAINTS[name]

@@ -11,7 +11,7 @@
 
 A minute or two on two CPU cores, without network. Each line is ok, note (it differs from the unedited script, and may
 be intended) or FAIL. Exit code: 0 without FAIL, 1 with, 2 for a file that is no copy of grpo.py or ppo.py.
-docs/reference/check.md explains the report.
+docs/maintainers/check.md explains the report.
 """
 
 from __future__ import annotations

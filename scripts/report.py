@@ -5,7 +5,7 @@
     python scripts/report.py runs/NAME --html    a page instead, also with all samples: runs/NAME/report.html
 
 It reads the files of a run, also of one that is still going. The exit code is 3 if a finished run did not learn, else 1
-if something was found, else 0; 2 for wrong arguments. With --html it is 0. docs/evidence/doctor.md describes the rules.
+if something was found, else 0; 2 for wrong arguments. With --html it is 0. docs/maintainers/doctor.md has the rules.
 
 The page contains everything it shows, so it opens from a disk or an attachment, and it makes no network request. Search
 and filters of the samples are part of its address after the #, so a link leads to the same samples.

@@ -10,7 +10,7 @@ when it starts or restarts days later. It finds RUN_ID and RUN_DIR in its enviro
 asked to stop with SIGTERM, and is started again, at most --max_retries times, if it exits with 75 ("saved, start me
 again"), and after a crash if it had saved a checkpoint since its last start. In a job of several GPUs or nodes,
 ``python FILE.py`` is started once per GPU by scripts/launch.py. Secrets are given by name alone: a value that would end
-up in a file or in a command is an error. docs/reference/launching.md has all of this, with an example for each backend.
+up in a file or in a command is an error. docs/launching.md has all of this, with an example for each backend.
 
 Standard library only, so that it runs on a login node; where tyro is installed as well, a training script's arguments
 are parsed before they wait in a queue. What a backend writes is in scripts/submit_backends.py and, as text to be read
@@ -183,7 +183,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
     add("skypilot beaker", "--mount", type=source_and_path, **each, metavar="SOURCE:/PATH", help=where)
     where = "environment variable; without a value: this shell's"
     add(everywhere, "--env", type=variable, **each, metavar="NAME[=VALUE]", help=where)
-    where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/reference/launching.md"
+    where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/launching.md"
     add("local slurm skypilot beaker", "--secret", type=secret_name, **each, metavar="NAME", help=where)
     where = "starts after an exit code of 75 or a crash with a new checkpoint; 0 disables"
     add(everywhere, "--max_retries", type=int, default=10, help=where)

@@ -19,7 +19,7 @@ INTRODUCTION = """# Flags: the names that other frameworks use
 `python grpo.py --help` has all flags. If you give `grpo.py` or `ppo.py` names of verl, TRL, open-instruct, OpenRLHF,
 AReaL or TinyZero, one error says what to pass instead. That error and this page come from
 `runtime/arguments/other_names.tsv`. `--preset NAME` sets how a framework learns by default
-([presets](evidence/presets.md)), so that a command needs only what differs from that.
+([presets](maintainers/README.md)), so that a command needs only what differs from that.
 
 In the last column, *this* is the value that their command gives. A star in a name stands for any text. Names of
 OpenRLHF with a dot are those of 0.10 and later; names of AReaL that begin with `ppo.`, `dataset.` or `exp_ctrl.` are

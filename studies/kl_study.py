@@ -1,9 +1,9 @@
-"""The KL study: its raw results as one table, and the figures and tables of docs/evidence/kl_study.md.
+"""The KL study: its raw results as one table, and the figures and tables of docs/maintainers/kl_study.md.
 
     python studies/kl_study.py                           redraws the figures and prints the tables
     python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
 
-The table, docs/evidence/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the
+The table, docs/maintainers/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the
 version of the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last
 tenth of the steps. ``kl/exact`` is what studies/measure_kl.py measured.
 
@@ -39,7 +39,7 @@ from runtime.system import process
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "evidence"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "maintainers"
 TABLE = DOCS / "data" / "kl_study.csv.gz"
 PLACES = {"model_name_or_path", "exp_name", "output_dir", "run_name"}  # where things lie, and what they are called
 RESULTS = (

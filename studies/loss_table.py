@@ -1,14 +1,14 @@
 """The expected gradient of every policy loss next to the gradient of E[R], by exact enumeration.
 
     python studies/loss_table.py                              prints the table (a few seconds on one core)
-    python studies/loss_table.py --output docs/evidence/losses.png     also draws it
+    python studies/loss_table.py --output docs/maintainers/losses.png     also draws it
     python studies/loss_table.py --worlds 20                  medians over random rewards and policies instead
 
 studies/enumeration.py has the policies, over whose responses every expectation is a sum, and the CONDITIONS.
 
 What grpo.py has is called from grpo.py (token_loss, loss_weights, group_advantages), so the table holds for the code
-that trains. Every other loss is a function of a few lines below, with its source. docs/evidence/losses.md explains the
-columns.
+that trains. Every other loss is a function of a few lines below, with its source. docs/maintainers/losses.md explains
+the columns.
 """
 
 from __future__ import annotations

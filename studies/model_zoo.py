@@ -2,7 +2,7 @@
 
     python studies/model_zoo.py                     all models; continues where it was stopped
     python studies/model_zoo.py --only smollm3      one model (its name in the table below), printed as JSON
-    python studies/model_zoo.py --write             all, and the table in docs/reference/models.md
+    python studies/model_zoo.py --write             all, and the table in docs/models.md
 
 Each model has two layers, random weights and a tokenizer of 260 bytes. It goes through real commands, in fp32:
 
@@ -35,7 +35,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # the scripts are not a package
 
-PAGE = ROOT / "docs" / "reference" / "models.md"
+PAGE = ROOT / "docs" / "models.md"
 MARKS = ("<!-- model_zoo.py writes from here -->\n", "<!-- to here -->\n")
 LIMIT = 1e-4  # nats
 LAYOUT = re.compile(r"rejected: --batch_layout .*use (--batch_layout) (\w+)")

@@ -6,7 +6,7 @@
     python studies/paired_comparison.py "grpo.py --beta 0.1" --controls             how much of a gain needs the reward
     python studies/paired_comparison.py grpo.py --controls --quickstart             the same of the quickstart's runs
 
-Runs are those of the test bed (docs/evidence/testbed.md), or with --quickstart those of the scripts' own defaults; the
+Runs are those of the test bed (docs/maintainers/testbed.md), or with --quickstart those of the scripts' defaults; the
 flags after -- change either. A seed is a pair: both sides have the same prompts, held-out problems and seeds of
 samples. After each pair the mean difference has a 95 % interval. The comparison ends when 0 is outside it (better,
 worse), when all of it is within --smallest of 0 (no difference), or when the seeds are used up (undecided: about how
@@ -69,7 +69,7 @@ CONTROLS = {
 }
 ERROR = 0.05  # the chance of a false alarm, however often one looks
 UNDECIDED = 3
-PAIRS = 44  # at most, unless --seeds says otherwise: 20 CPU minutes (docs/evidence/testbed.md)
+PAIRS = 44  # at most, unless --seeds says otherwise: 20 CPU minutes (docs/maintainers/testbed.md)
 
 
 def least_half(trials: float, quantile: float = Z) -> float:

@@ -3,7 +3,7 @@
     python studies/rehearse_gpu_run.py h200:8 grpo.py --model_name_or_path Qwen/Qwen2.5-7B-Instruct \\
         --dataset openai/gsm8k
 
-CARD:COUNT, a training script and the very flags of its command. Memory is the bound of docs/evidence/memory.md, seconds
+CARD:COUNT, a training script and its flags. Memory is the bound of docs/maintainers/memory.md, seconds
 follow from data sheets: both are computed, not measured. What does not fit is rejected, with exit code 2.
 """
 

@@ -1,7 +1,7 @@
 """Score labeled answers with this project's verifiers and with those of others, and write down who is wrong where.
 
     pip install --no-deps --target wheels trl verl
-    python studies/verifier_accuracy.py --wheels wheels --data DATA --output docs/evidence/graders.md
+    python studies/verifier_accuracy.py --wheels wheels --data DATA --output docs/maintainers/graders.md
     python studies/verifier_accuracy.py --cases DIR
     python studies/verifier_accuracy.py --peers DIR
 

@@ -2,7 +2,7 @@
 
     python tests/flag_effects.py                      every flag of both scripts; exit code 1 where one is dead
     python tests/flag_effects.py --only gamma beta    these flags
-    python tests/flag_effects.py --write              every flag, and docs/evidence/flags.md anew
+    python tests/flag_effects.py --write              every flag, and docs/maintainers/flag_effects.md anew
     python tests/flag_effects.py --unhooked           unhook flags in copies of the project: each must be found dead
 
 A row is two runs of a script on a tiny random model, equal but for the flag. Each is a child forked from this process,
@@ -42,7 +42,7 @@ from flag_effect_rows import BASE, EVIDENCE, Row
 from helpers import read_jsonl
 
 SCRIPTS = ("grpo", "ppo")
-PAGE = ROOT / "docs" / "evidence" / "flags.md"
+PAGE = ROOT / "docs" / "maintainers" / "flag_effects.md"
 PATIENCE = 240.0  # seconds for one run; the usual one takes three
 CLOSE = 1e-6  # numbers that differ by less, relative to the larger one or to 1, count as equal
 
@@ -702,7 +702,7 @@ def control(runs: Runs, scripts: tuple[str, ...]) -> Results:
     return results
 
 
-# ----------------------------------------------------------------------------------------------- docs/evidence/flags.md
+# ------------------------------------------------------------------------------------- docs/maintainers/flag_effects.md
 
 
 def literal(value: Any) -> str:
@@ -736,7 +736,7 @@ def every_flag() -> list[str]:
 
 
 def write_page(results: Results) -> None:
-    """Put the tables of flags and of observables into docs/evidence/flags.md, between their marks."""
+    """Put the tables of flags and of observables into docs/maintainers/flag_effects.md, between their marks."""
     lines = ["| flag | scripts | default | tried | with | seen to change |", "|---|---|---|---|---|---|"]
     for flag in every_flag():
         changed = next(results[script, flag][1] for script in SCRIPTS if (script, flag) in results)
@@ -827,7 +827,7 @@ def main() -> int:
     parser.add_argument("--script", choices=SCRIPTS, help="this script only (default: both)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--write", action="store_true", help="write docs/evidence/flags.md")
+    parser.add_argument("--write", action="store_true", help="write docs/maintainers/flag_effects.md")
     parser.add_argument("--unhooked", action="store_true", help="unhook flags in copies: each must be found dead")
     args = parser.parse_args()
     if args.write and (args.only or args.script):

@@ -1,6 +1,6 @@
 """Runs every test but those of a GPU (make test-gpu): in as many pieces as need be, two files at the same time.
 
-    make test-all                                                 every file; docs/evidence/survival.md gets the result
+    make test-all                                                 every file; docs/maintainers/faults.md gets the result
     python tests/run_all.py -m "slow or learn"                    what make test leaves out
     python tests/run_all.py tests/runs/test_fault_injection.py    one file, which the whole run need not repeat
 
@@ -37,7 +37,7 @@ from runtime.system import git, process
 
 KINDS = ("fast", "slow", "learn", "integration")
 OUTCOMES = ("passed", "failed", "skipped")
-DOC = ROOT / "docs" / "evidence" / "survival.md"
+DOC = ROOT / "docs" / "maintainers" / "faults.md"
 BEGIN, END = "<!-- all tests -->\n", "<!-- /all tests -->\n"  # around the result in DOC
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2): children end with this process; it inherits orphans
 LIBC = ctypes.CDLL(None)

@@ -2,7 +2,7 @@
 
     python tests/script_edits.py                    checks every edited copy; a row for each: parts that fail, seconds
     python tests/script_edits.py --only "KL sign"
-    python tests/script_edits.py --write            writes the examples of docs/reference/check.md
+    python tests/script_edits.py --write            writes the examples of docs/maintainers/check.md
 
 An edit is a list of (text, replacement) in the script. The mistakes are those that issue trackers and papers report of
 other frameworks; "also" are further forms of the same ones.
@@ -404,7 +404,7 @@ EXAMPLES = [
         ("    # ---- KL\n", '    sharpness: float = 1.0\n    """Exponent of the ratio."""\n\n    # ---- KL\n'),
     ),
 ]
-PAGE = ROOT / "docs" / "reference" / "check.md"
+PAGE = ROOT / "docs" / "maintainers" / "check.md"
 
 
 def example(edit: Edit, folder: Path) -> str:
@@ -474,7 +474,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of edits")
     parser.add_argument("--parts", nargs="+", type=int, help="parts (default: all but 5, of ALSO those that find it)")
-    parser.add_argument("--write", action="store_true", help="write the examples of docs/reference/check.md")
+    parser.add_argument("--write", action="store_true", help="write the examples of docs/maintainers/check.md")
     options = parser.parse_args()
     if options.write:
         write_examples(options.only)

@@ -19,7 +19,7 @@ from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, 
 from runtime.system import user_files
 from runtime.system.process import json_object
 
-# Three groups of arguments that do not count toward a run's name and identity (docs/reference/checkpoints.md).
+# Three groups of arguments that do not count toward a run's name and identity (docs/run.md).
 # 1. Arguments for showing, saving and resuming a run. No number of the run depends on them.
 PRESENTATION = (
     "output_dir",

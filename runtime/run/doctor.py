@@ -1,4 +1,4 @@
-"""The doctor's rules, which find faults of a run in its metrics; docs/evidence/doctor.md explains them."""
+"""The doctor's rules, which find faults of a run in its metrics; docs/maintainers/doctor.md explains them."""
 
 from __future__ import annotations
 

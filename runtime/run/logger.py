@@ -115,7 +115,7 @@ def memory_lines(args, model: Model, setting: memory.Setting, sizes: Sizes) -> l
     count = f"{model.parameters / 1e6:.0f}M parameters"
     shown = [f"{name} {part / GIB:.1f}" for name, part in parts.items() if part >= 0.05 * GIB]
     lines = [
-        f"memory     at most {needed / GIB:.1f} of {there / GIB:.1f} GiB per rank ({count}; docs/evidence/memory.md)",
+        f"memory     at most {needed / GIB:.1f} of {there / GIB:.1f} GiB per rank ({count}; docs/run.md)",
         f"  parts    {', '.join(shown)}",
     ]
     if setting.card and (host := memory.host_memory(args, model, setting)):

@@ -1,7 +1,7 @@
 """Redact secrets in text and arguments before a run or a submission writes them anywhere.
 
 All redaction is here, so that a file of a run, a warning and a record of a submission hide the same. Standard library
-only: scripts/submit.py imports it on login nodes. docs/reference/security.md says what is covered.
+only: scripts/submit.py imports it on login nodes. docs/run.md says what is covered.
 """
 
 from __future__ import annotations

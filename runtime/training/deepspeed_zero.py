@@ -250,7 +250,7 @@ def dither_masters(engine):
     At first the masters of a bf16 checkpoint are bf16 numbers. A bf16 weight then stays the same until its updates add
     up to half the distance to the next number: a weight of 0.02, for 60 steps of 1e-6. With uniform noise of at most
     that half, a weight changes with a probability of update / distance: on average it moves as in fp32, from the first
-    step on. docs/evidence/README.md compares runs. A resumed run gets the masters of its checkpoint.
+    step on. docs/maintainers/README.md compares runs. A resumed run gets the masters of its checkpoint.
     """
     if not engine.bfloat16_enabled():
         return engine

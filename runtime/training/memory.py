@@ -1,6 +1,6 @@
 """Sizes that depend on the device, and an upper bound of a rank's memory with them. Arithmetic, without torch.
 
-docs/evidence/memory.md has the bound in words, and what runs were measured to hold. Sizes are in bytes.
+docs/maintainers/memory.md has the bound in words, and what runs were measured to hold. Sizes are in bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run the GPU path on a fake CUDA device, part by part: ``make cuda-check``. docs/reference/gpu.md says what it proves.
+"""Run the GPU path on a fake CUDA device, part by part: ``make cuda-check``. docs/models.md says what it proves.
 
     .cuda/bin/python tests/fake_cuda/check.py                   every part; exit code 1 if one fails
     .cuda/bin/python tests/fake_cuda/check.py backends runs     some of them

@@ -41,7 +41,7 @@ def test_steps_of_a_file():
         ("runs/a/metrics.jsonl", True),
         ("runtime/run/logger.py", False),
         ("tests/runs/test_ppo.py", False),
-        ("docs/reference/models.md", False),
+        ("docs/models.md", False),
     ],
 )
 def test_dockerignore(path, out):

@@ -42,7 +42,7 @@ NASTY = [
 ]
 PRINT_ARGV = ["-c", "import json, sys; print(json.dumps(sys.argv[1:]), file=open('argv.json', 'a'))"]
 
-# The five examples of docs/reference/launching.md, as they stand there.
+# The five examples of docs/launching.md, as they stand there.
 EXAMPLES = {
     "local": "--env OMP_NUM_THREADS=2 --secret HF_TOKEN",
     "slurm": "--partition h100 --partition a100 --account rl --qos high --num_nodes 2 --gpus 8 --cpus 64 --mem 500G "
@@ -222,7 +222,7 @@ def test_golden(backend):
 
 def test_the_examples_are_those_of_the_page():
     """The page shows each example as it is tested, and every script in it is one that bash can read."""
-    page = " ".join((ROOT / "docs" / "reference" / "launching.md").read_text().replace("\\\n", " ").split())
+    page = " ".join((ROOT / "docs" / "launching.md").read_text().replace("\\\n", " ").split())
     for backend, flags in EXAMPLES.items():
         assert f"--backend {backend} {flags} -- python grpo.py" in page, backend
         command, environment = script_of(backend, submit.render(job_of(backend, flags)))

@@ -79,7 +79,7 @@ def test_no_file_of_the_project_is_in_the_way(tmp_path):
 
 
 def replaced(block: int, folder):
-    """Import grpo_min.py with the functions of a block of docs/variants.md in place of its own."""
+    """Import grpo_min.py with the functions of a block of docs/grpo.md in place of its own."""
     page = (ROOT / "docs" / "variants.md").read_text()
     functions = re.findall(r"```python\n(def problems.*?)```", page, re.DOTALL)[block]
     text = (ROOT / "variants" / "grpo_min.py").read_text()

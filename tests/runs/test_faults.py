@@ -1,7 +1,7 @@
 """Faults of a run: how it ends or continues, and that the message names the cause.
 
 Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
-docs/evidence/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates
+docs/maintainers/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates
 it. That needs root: its two nodes are network namespaces.
 """
 
@@ -54,7 +54,7 @@ from runtime.system import process
 from runtime.training import deepspeed_zero, pretrained
 
 pytestmark = pytest.mark.slow
-PAGE = ROOT / "docs" / "evidence" / "faults.md"
+PAGE = ROOT / "docs" / "maintainers" / "faults.md"
 HEAD = """# Faults, and what a run does about them
 
 Written by `tests/runs/test_faults.py`, which injects each of these faults into a run and records what is printed.
@@ -444,7 +444,7 @@ def test_the_loss_is_zero(small, capfd):
     metrics, text = goes_on(small(loss_norm="sequence"), capfd)
     assert all(abs(m["loss/total"]) < 1e-3 < m["optim/grad_norm"] for m in metrics)
     assert "## The loss is about 0, or negative" in (ROOT / "docs" / "faq.md").read_text()
-    sentence = "`optim/grad_norm` is not 0; docs/faq.md says why"
+    sentence = "`optim/grad_norm` is not 0; docs/run.md says why"
     observe("the loss is about 0 although the model learns", "one optimizer step a batch", sentence, GOES_ON)
     note("no progress is visible", "any run", text, "ETA 0:00:", GOES_ON)
 

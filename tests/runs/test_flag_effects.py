@@ -1,4 +1,4 @@
-"""Every argument of the scripts does something: docs/evidence/flags.md has a row for each.
+"""Every argument of the scripts does something: docs/maintainers/flag_effects.md has a row for each.
 
 python -m pytest tests/runs/test_flag_effects.py -m slow    every flag of both scripts, and flags unhooked in copies
 """
@@ -23,7 +23,7 @@ CASES = [(script, flag) for script in flag_effects.SCRIPTS for flag in flag_effe
 
 
 def table(mark: str) -> list[list[str]]:
-    """The rows of a table of docs/evidence/flags.md, cell by cell, without its header."""
+    """The rows of a table of docs/maintainers/flag_effects.md, cell by cell, without its header."""
     text = flag_effects.PAGE.read_text()
     text = text.split(f"<!-- {mark} -->\n")[1]
     text = text.split(f"<!-- end of {mark} -->")[0]

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: `make test-gpu`. docs/evidence/gpu.md says what each test shows and where it has run.
+"""Tests that need a GPU: `make test-gpu`. docs/maintainers/gpu.md says what each test shows and where it has run.
 
 Every test runs twice, by the same function: on "cpu", with smaller sizes, as a part of the other tests (the halves that
 start vLLM or several processes are slow), and on "cuda", marked gpu. A limit that differs stands in a table by place.
@@ -375,7 +375,7 @@ def test_a_run_whose_parts_sleep_in_turns(place, tiny, tmp_path):
 @on_both_slow
 @pytest.mark.parametrize("offload, expected", [(False, 14), (True, 2)])
 def test_what_the_trainer_holds(place, offload, expected):
-    """Bytes per parameter after a step in bf16 under ZeRO 2, as docs/evidence/memory.md counts them.
+    """Bytes per parameter after a step in bf16 under ZeRO 2, as docs/maintainers/memory.md counts them.
 
     A CPU has all: what is offloaded as well, which is 6 more than on the device, for gradients in both types.
     """

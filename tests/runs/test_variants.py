@@ -31,7 +31,7 @@ from runtime.training import batching, pretrained
 NAMES = variant.names()
 WHOLE = sorted(path.stem for path in (ROOT / "variants").glob("*.py"))
 MOST_CHANGES = 60
-# Variant -> the row of docs/evidence/losses.md that its token loss must equal, and the settings of that row.
+# Variant -> the row of docs/maintainers/losses.md that its token loss must equal, and the settings of that row.
 ROWS = {
     "cispo": ("CISPO", {"clip_higher": 0.28}),
     "dppo": ("DPPO", {}),
@@ -75,9 +75,9 @@ def test_a_variant_is_a_short_diff_with_a_header(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_header_has_the_page_s_measurement(name):
-    """One of its numbers, where docs/evidence/variants.md has any; a header without a curve says that it is missing."""
+    """One of its numbers, where docs/maintainers/variants.md has any; a header without a curve says so."""
     header, _, _ = variant.read(name)
-    curves = (ROOT / "docs" / "evidence" / "variants.md").read_text().partition("## Learning curves")[2]
+    curves = (ROOT / "docs" / "maintainers" / "variants.md").read_text().partition("## Learning curves")[2]
     rows = [line for line in curves.splitlines() if re.match(rf"(\| |\*\*)?`{name}`", line)]
     measured = re.findall(r"\b0\.\d{3}\b", " ".join(rows))
     own = header.partition("\nMeasured ")[2]
@@ -104,7 +104,7 @@ def test_the_page_names_every_variant(name):
 
 
 def test_the_page_has_the_flags_of_every_variant(modules):
-    """Own flags, changed defaults and removed flags: docs/variants.md against the Args of each patched script."""
+    """Own flags, changed defaults and removed flags: docs/grpo.md against the Args of each patched script."""
 
     def flag(name: str, value: object) -> str:
         if isinstance(value, bool):
@@ -155,7 +155,7 @@ def test_an_unknown_variant_is_refused_with_the_list(capsys):
 @pytest.mark.parametrize("condition", loss_table.CONDITIONS)
 @pytest.mark.parametrize("name", ROWS)
 def test_the_token_loss_has_the_gradient_of_its_row(modules, name, condition):
-    """By exact enumeration, fresh and stale: a variant's gradient is that of its loss in docs/evidence/losses.md."""
+    """By exact enumeration, fresh and stale: a variant's gradient is that of its loss in docs/maintainers/losses.md."""
     world = loss_table.World(max_length=3)
     batch = loss_table.batch_of(world, loss_table.policies_of(world, condition))
     row, settings = ROWS[name]

@@ -102,7 +102,7 @@ def test_defined_denominators(folder):
 
 def test_the_faults_page_shows_what_a_user_sees():
     """Messages, not the source lines of a traceback; whole brackets; and the fault's own message."""
-    page = (ROOT / "docs" / "evidence" / "faults.md").read_text()
+    page = (ROOT / "docs" / "maintainers" / "faults.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line[:2] == "| "]
     assert len(rows) > 50
     for row in rows[1:]:

@@ -23,9 +23,9 @@ from rewards import RewardPool, find_verifier
 FAST = {"(0, 1, 5)": "(0, 0.05, 0.05)", "timeout=15": "timeout=0.5"}  # what the tests change in the page's programs
 
 
-def program(page: str, holds: str, changes: dict[str, str] | None = None) -> str:
-    """The code block of a page that holds a text; each of the ``changes`` must be possible."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "reference" / page).read_text(), re.DOTALL)
+def program(holds: str, changes: dict[str, str] | None = None) -> str:
+    """The code block of the page that holds a text; each of the ``changes`` must be possible."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data_and_rewards.md").read_text(), re.DOTALL)
     (found,) = [block for block in blocks if holds in block]
     for old, new in (changes or {}).items():
         assert found.count(old) == 1
@@ -76,7 +76,7 @@ def service(monkeypatch):
 @pytest.fixture
 def remote(tmp_path) -> str:
     """The page's verifier as --verifier takes it, with shorter waits."""
-    (tmp_path / "remote.py").write_text(program("rewards.md", "def remote", FAST))
+    (tmp_path / "remote.py").write_text(program("def remote", FAST))
     return f"{tmp_path / 'remote.py'}:remote"
 
 
@@ -132,8 +132,8 @@ def test_the_service_of_the_page(tmp_path, monkeypatch, remote):
     """Both programs of the page, each in processes of its own: right, wrong and endless code."""
     if why := sandbox.namespaces_refused():
         pytest.skip(f"the kernel gives no namespaces here: {why}")
-    (tmp_path / "service.py").write_text(program("rewards.md", "ThreadingHTTPServer", {"timeout=12": "timeout=8"}))
-    (tmp_path / "remote.py").write_text(program("rewards.md", "def remote"))
+    (tmp_path / "service.py").write_text(program("ThreadingHTTPServer", {"timeout=12": "timeout=8"}))
+    (tmp_path / "remote.py").write_text(program("def remote"))
     port = free_port()
     monkeypatch.setenv("VERIFIER_URL", f"http://127.0.0.1:{port}")
     command = [sys.executable, str(tmp_path / "service.py"), str(port), "1"]
@@ -164,7 +164,7 @@ def test_a_run_with_a_remote_verifier(service, remote, tiny, tmp_path):
 def test_code_in_form(tmp_path, monkeypatch):
     """AReaL's rule for code and its form, by this project's verifiers."""
     monkeypatch.setattr(sandbox, "allow_unsafe", bool(sandbox.namespaces_refused()))
-    (tmp_path / "form.py").write_text(program("rewards.md", "def code_in_form"))
+    (tmp_path / "form.py").write_text(program("def code_in_form"))
     verify = find_verifier(f"{tmp_path / 'form.py'}:code_in_form")
     tests = json.dumps({"inputs": ["2"], "outputs": ["4"]})
     right, wrong = "```python\nprint(4)\n```", "```python\nprint(5)\n```"
@@ -185,7 +185,7 @@ def test_problems_and_tests_in_two_files(tmp_path):
 
     write("problems.jsonl", [{"id": i, "prompt": f"Print {i}."} for i in range(3)])
     write("tests.jsonl", [{"id": i, "input_output": {"inputs": [""], "outputs": [str(i)]}} for i in (2, 0, 1)])
-    join = [sys.executable, "-c", program("data.md", "joined.jsonl")]
+    join = [sys.executable, "-c", program("joined.jsonl")]
     subprocess.run(join, cwd=tmp_path, check=True, timeout=60)
     problems = list(problem_set.read_problems(str(tmp_path / "joined.jsonl"), Args(), truth_error).values())
     assert [(p.messages[0]["content"], p.verifier) for p in problems] == [(f"Print {i}.", "code") for i in range(3)]

@@ -1,4 +1,4 @@
-"""docs/reference/launching.md: its flag table is what submit.py takes, its commands are taken."""
+"""docs/launching.md: its flag table is what submit.py takes, its commands are taken."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ NAMES = st.sampled_from(["exact", "last_number", "gsm8k", "countdown", "format",
 
 
 def as_truth(value: object) -> str:
-    """A ground truth as text, as docs/reference/data.md has it."""
+    """A ground truth as text, as docs/data_and_rewards.md has it."""
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 

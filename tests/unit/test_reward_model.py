@@ -352,7 +352,7 @@ def test_run(classifier, tiny, tmp_path):
 
 
 def test_the_page_is_complete():
-    """docs/reference/rewards.md names every verifier, every constraint, and every flag of rewards."""
+    """docs/data_and_rewards.md names every verifier, every constraint, and every flag of rewards."""
     page = (ROOT / "docs" / "reference" / "rewards.md").read_text()
     for name in rewards.VERIFIERS:
         assert f"| `{name}` |" in page

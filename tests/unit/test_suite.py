@@ -152,7 +152,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
 
     A file whose tests have ended is run again when the project has changed, or itself, not when another test has.
     """
-    for folder in ("tests", "docs/evidence"):
+    for folder in ("tests", "docs/maintainers"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "run_all.py", tmp_path / "tests")
     (tmp_path / "runtime").symlink_to(ROOT / "runtime")
@@ -184,7 +184,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     assert len(ended) == 6 and "ValueError" in ended[1]["why"]
     assert [line["why"] for line in ended if "ended with" in line["why"]] == ["pytest ended with -9"] * 2
     (tmp_path / "quick").touch()
-    for changed, again in (("tests/test_b.py", 1), ("grpo.py", 2), ("docs/evidence/survival.md", 0)):
+    for changed, again in (("tests/test_b.py", 1), ("grpo.py", 2), ("docs/maintainers/faults.md", 0)):
         text = (tmp_path / changed).read_text()
         (tmp_path / changed).write_text(text.replace("import nowhere", "") + "\n")
         third = subprocess.run([*line, "60"], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -21,7 +21,7 @@ from grpo import Args
 from rewards import VERIFIERS, RewardPool, truth_error
 from runtime.data import problem_set
 
-PAGE = ROOT / "docs" / "reference" / "rewards.md"
+PAGE = ROOT / "docs" / "data_and_rewards.md"
 BEGIN, END = "<!-- made by tests/unit/graders/test_reasoning_gym_tasks.py -->", "<!-- end -->"
 ROWS = 4
 # These have many right answers, and what is right for another row may be right here.
@@ -181,7 +181,7 @@ def test_every_process_has_the_same_problems_of_every_data_set():
 
 @pytest.mark.slow
 def test_every_installed_data_set_works_or_is_refused(capsys, here):
-    """And the table in docs/reference/rewards.md says so: this test writes it."""
+    """And the table in docs/data_and_rewards.md says so: this test writes it."""
     from reasoning_gym.factory import DATASETS
 
     lines = ["| data set | rows | own answer scores 1 | wrong answers | of these score 1 |", "|---|---|---|---|---|"]

@@ -681,7 +681,7 @@ def world(tmp_path, monkeypatch):
 def test_attacks(family, world):
     """No program passes that does not add, none takes longer than its limit, and nothing is left of any.
 
-    The row of docs/reference/rewards.md is what is found here.
+    The row of docs/data_and_rewards.md is what is found here.
     """
     aimed, left = world
     meets, programs = FAMILIES[family]
@@ -697,11 +697,11 @@ def test_attacks(family, world):
     row = f"| {family} | {len(programs)} | {len(passed)} | {len(stayed)} | {meets} |"
     print(f"{row} the longest {longest:.1f} s")
     assert (passed, stayed, slow) == ([], [], [])
-    assert row in (ROOT / "docs" / "reference" / "rewards.md").read_text()
+    assert row in (ROOT / "docs" / "data_and_rewards.md").read_text()
 
 
 def test_there_are_two_hundred_attacks():
-    page = (ROOT / "docs" / "reference" / "rewards.md").read_text()
+    page = (ROOT / "docs" / "data_and_rewards.md").read_text()
     table = [line for line in page.splitlines() if line.startswith("| ")]
     rows = [line for line in table if any(line.startswith(f"| {family} |") for family in FAMILIES)]
     assert len(rows) == len(FAMILIES)

@@ -287,7 +287,7 @@ def test_the_groups_of_arguments_are_fields_and_do_not_overlap():
     fields = {f.name for f in grpo.Args.__dataclass_fields__.values()}
     assert len(flags.MAY_CHANGE) == len(set(flags.MAY_CHANGE))
     assert set(flags.MAY_CHANGE) <= fields
-    page = (ROOT / "docs" / "reference" / "checkpoints.md").read_text()
+    page = (ROOT / "docs" / "run.md").read_text()
     for name in (*flags.RESOURCES, *flags.LENGTH):
         assert f"`--{name}`" in page, f"the page does not say why --{name} is no part of the identity"
 

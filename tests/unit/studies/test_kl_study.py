@@ -1,4 +1,4 @@
-"""studies/kl_study.py: the table of runs, the statistics on it, and docs/evidence/kl_study.md against both."""
+"""studies/kl_study.py: the table of runs, the statistics on it, and docs/maintainers/kl_study.md against both."""
 
 from __future__ import annotations
 
@@ -168,12 +168,12 @@ def test_the_table_is_of_one_model_each():
 
 @pytest.mark.slow
 def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsys):
-    """The figures, and every line of every table of docs/evidence/kl_study.md; raw results stay below 1 MB."""
+    """The figures, and every line of every table of docs/maintainers/kl_study.md; raw results stay below 1 MB."""
     assert kl_study.TABLE.stat().st_size < 1e6
     monkeypatch.setattr(sys, "argv", ["kl_study.py", "--output", str(tmp_path)])
     kl_study.main()
     printed = set(capsys.readouterr().out.splitlines())
-    page = (ROOT / "docs" / "evidence" / "kl_study.md").read_text()
+    page = (ROOT / "docs" / "maintainers" / "kl_study.md").read_text()
     study = page.split("\n## The study\n")[1].split("\n## ")[0]
     figures = {word.split(")")[0] for word in study.split("](")[1:] if word.split(")")[0].endswith(".png")}
     assert figures == {path.name for path in tmp_path.iterdir()} and len(figures) == 2

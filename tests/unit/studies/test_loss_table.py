@@ -755,9 +755,9 @@ def test_what_an_advantage_of_two_rewards_ascends():
 
 
 def page_cells() -> dict[str, list[str]]:
-    """The rows of the tables of docs/evidence/losses.md: first column -> the others."""
+    """The rows of the tables of docs/maintainers/losses.md: first column -> the others."""
     found = {}
-    for line in (ROOT / "docs" / "evidence" / "losses.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "maintainers" / "losses.md").read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
         if len(cells) > 3:
             found[cells[1]] = cells[2:-1]
@@ -822,7 +822,7 @@ def test_the_script_prints_every_row_and_draws_them(rows, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_the_medians_over_random_worlds_are_those_of_the_page():
-    """docs/evidence/losses.md draws its conclusions from these, so that they do not hang on one toy."""
+    """docs/maintainers/losses.md draws its conclusions from these, so that they do not hang on one toy."""
     rows = loss_table.median_rows(20)
     stale = {
         "PPO clip": 0.01,

@@ -1,7 +1,7 @@
 """Architectures: every one is trained on its own log-probs in every layout, or rejected with the layout that works.
 
 The models are random and tiny. Those with a sliding window have one of 64 tokens, and rows of 130 to 230. When all of
-the zoo has run, docs/evidence/models.md is written from what was measured.
+the zoo has run, docs/models.md is written from what was measured.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def plain(model, samples: list[Sample]) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def page():
-    """Writes docs/evidence/models.md when the whole zoo has run, and prints the table."""
+    """Writes docs/models.md when the whole zoo has run, and prints the table."""
     yield
     if set(MEASURED) != set(ZOO):
         return
