@@ -443,7 +443,7 @@ def test_all_rewards_zero(small, capfd):
 def test_the_loss_is_zero(small, capfd):
     metrics, text = goes_on(small(loss_norm="sequence"), capfd)
     assert all(abs(m["loss/total"]) < 1e-3 < m["optim/grad_norm"] for m in metrics)
-    assert "## The loss is about 0, or negative" in (ROOT / "docs" / "run.md").read_text()
+    assert "| The loss is about 0, or negative |" in (ROOT / "docs" / "run.md").read_text()
     sentence = "`optim/grad_norm` is not 0; docs/run.md says why"
     observe("the loss is about 0 although the model learns", "one optimizer step a batch", sentence, GOES_ON)
     note("no progress is visible", "any run", text, "ETA 0:00:", GOES_ON)
