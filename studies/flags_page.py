@@ -16,9 +16,9 @@ from runtime.arguments.other_names import table
 PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """# Flags: the names that other frameworks use
 
-`python grpo.py --help` has all flags. This page lists the names of verl, TRL, open-instruct, OpenRLHF, AReaL and TinyZero,
-and what to pass to `grpo.py` or `ppo.py` instead. If a command line has such names, one error answers them all, and it also
-says why some of them have no flag here, which this page leaves out. Both are made from
+`python grpo.py --help` has all flags. This page lists the names of verl, TRL, open-instruct, OpenRLHF, AReaL and
+TinyZero, and what to pass to `grpo.py` or `ppo.py` instead. If a command line has such names, one error answers them
+all, and also says why some of them have no flag here, which this page leaves out. Both are made from
 `runtime/arguments/other_names.tsv`. `--preset NAME` sets how a framework learns by default
 ([presets](maintainers/README.md)), so that a command needs only what differs from that.
 

@@ -494,9 +494,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "model_zoo", help="folder of results and logs")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one part of a row, e.g. a run")
     parser.add_argument("--keep", action="store_true", help="keep models, runs and logs")
-    parser.add_argument(
-        "--write", action="store_true", help=f"write the list and the table to {PAGE.relative_to(ROOT)}"
-    )
+    parser.add_argument("--write", action="store_true", help=f"write list and table to {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "rows.jsonl"
