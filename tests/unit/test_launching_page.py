@@ -13,7 +13,7 @@ from submitted_jobs import submit
 import grpo
 from runtime.arguments import checks, flags
 
-PAGE = (ROOT / "docs" / "reference" / "launching.md").read_text()
+PAGE = (ROOT / "docs" / "launching.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
