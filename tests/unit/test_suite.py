@@ -153,7 +153,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     (tmp_path / "tests" / "test_a.py").write_text(TESTS)
     (tmp_path / "tests" / "test_b.py").write_text("import nowhere")
     (tmp_path / "runs" / "all_tests" / "result.md").write_text(OLD)
-    (tmp_path / "docs" / "page.md").write_text("a page\n")
+    (tmp_path / "docs" / "page.txt").write_text("a page\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  learn\n  gpu\n")
     (tmp_path / "grpo.py").write_text("")
     for words in (["init", "-q"], ["add", "--all"]):
@@ -179,7 +179,7 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     assert len(ended) == 6 and "ValueError" in ended[1]["why"]
     assert [line["why"] for line in ended if "ended with" in line["why"]] == ["pytest ended with -9"] * 2
     (tmp_path / "quick").touch()
-    for changed, again in (("tests/test_b.py", 1), ("grpo.py", 2), ("docs/page.md", 0)):
+    for changed, again in (("tests/test_b.py", 1), ("grpo.py", 2), ("docs/page.txt", 0)):
         text = (tmp_path / changed).read_text()
         (tmp_path / changed).write_text(text.replace("import nowhere", "") + "\n")
         third = subprocess.run([*line, "60"], cwd=tmp_path, env=environment, capture_output=True, text=True)
