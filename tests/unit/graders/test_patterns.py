@@ -275,12 +275,3 @@ def test_large_numbers_are_refused_before_they_are_computed(text):
     begun = time.process_time()
     scores = [rewards.VERIFIERS["math"](f"\\boxed{{{a}}}", b, {}).score for a, b in ((text, "42"), ("42", text))]
     assert scores == [0, 0] and time.process_time() - begun < 3
-
-
-COMPUTED = [("\\frac{100!}{98!}", "9900"), ("2^{1000}", "4^{500}"), ("7!", "5040")]
-COMPUTED += [("2000!+1999!", "2001 \\cdot 1999!"), ("\\sum_{k=1}^{10} k", "55"), ("\\prod_{k=1}^{5} k", "120")]
-
-
-@pytest.mark.parametrize(("text", "value"), COMPUTED)
-def test_numbers_that_can_be_computed_are(text, value):
-    assert rewards.VERIFIERS["math"](f"\\boxed{{{text}}}", value, {}).score == 1
