@@ -243,16 +243,6 @@ def test_tuples_and_keys_of_metadata_survive_the_way_to_the_worker(here):
     assert isinstance(problem.row["metadata"], dict), "and for people it is plain"
 
 
-def test_the_default_verifier_of_words_is_the_scorer_of_the_data_set(here):
-    def verifier(source: str) -> tuple[str, str]:
-        (problem,) = problem_set.read_problems(f"reasoning_gym:{source}?size=1", Args(), truth_error).values()
-        return problem.verifier, problem.messages[0]["content"]
-
-    assert verifier("chain_sum")[0] == "last_number"
-    name, system = verifier("spell_backward")
-    assert name == "reasoning_gym" and "<answer>" in system
-
-
 # What ended a run before: any text that the scorer's own parser does not expect.
 ODD = [
     "2 * 2 * 7 * 17",
