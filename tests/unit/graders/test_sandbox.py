@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from helpers import ROOT, real
-from sandbox_attacks import FAMILIES, LINES, F
+from sandbox_attacks import BARE, FAMILIES, LINES, F
 
 import grpo
 import rewards
@@ -313,25 +313,6 @@ def test_there_are_two_hundred_attacks():
     rows = [line for line in table if any(line.startswith(f"| {family} |") for family in FAMILIES)]
     assert len(rows) == len(FAMILIES)
     assert len(set(ATTACKS.values())) == len(ATTACKS) >= 200
-
-
-BARE = (
-    *("reads a file", "reads the tests", "reads the passwords", "lists the home folder", "environment"),
-    *("own descriptors", "sees processes", "packages of this Python", "a package that is not on the list"),
-    *("writes outside", "network", "network by number", "runs a shell", "runs Python", "os.system"),
-    *("runs a program of its own", "finds a command", "System V memory", "memory behind a descriptor"),
-    *(
-        "memory of several processes",
-        "shared memory that is not resident",
-        "memory behind a device",
-        "forty threads",
-        "many descriptors",
-        "sparse file",
-        "forty processes",
-        "up and out",
-        "a link to outside",
-    ),
-)
 
 
 @pytest.mark.integration
