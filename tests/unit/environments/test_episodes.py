@@ -317,35 +317,23 @@ def test_every_turn_has_a_seed_of_its_own(player):
     assert seeds[0] == 7 and len(set(seeds)) == 3
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("NoReset", "a method reset"),
-        ("NoHints", "place"),
-        ("Missing", "it has no class Missing; it has: Guess, "),
-        ("Generator", "its method look is a generator"),
-        ("NeverAtOnce", "at_once is 0"),
-    ],
-)
-def test_a_class_that_is_no_environment_is_refused(tiny, capsys, name, words):
-    with pytest.raises(SystemExit) as ended:
-        episodes.check(arguments(tiny, name))
-    assert ended.value.code == 2 and words in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"environment": f"{FILE}:NoReset"}, "a method reset"),
+        ({"environment": f"{FILE}:NoHints"}, "place"),
+        ({"environment": f"{FILE}:Missing"}, "it has no class Missing; it has: Guess, "),
+        ({"environment": f"{FILE}:Generator"}, "its method look is a generator"),
+        ({"environment": f"{FILE}:NeverAtOnce"}, "at_once is 0"),
+        ({"environment": f"{FILE}:Tools", "verifier": "environment"}, "has no method get_reward"),
+        ({"environment": "game"}, "give a file and a class"),
+        ({"environment": "absent.py:Game"}, "does not load"),
         ({"rollout": "hf"}, "--rollout hf"),
         ({"ignore_eos": True}, "--ignore_eos"),
         ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size"),
-        ({"environment": "game"}, "give a file and a class"),
-        ({"environment": "absent.py:Game"}, "does not load"),
-        ({"environment": f"{FILE}:Tools", "verifier": "environment"}, "has no method get_reward"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(tiny, capsys, changes, words):
+def test_what_is_no_environment_and_settings_that_cannot_work_are_refused(tiny, capsys, changes, words):
     with pytest.raises(SystemExit) as ended:
         episodes.check(dataclasses.replace(arguments(tiny, "Guess"), **changes))
     assert ended.value.code == 2 and words in capsys.readouterr().err

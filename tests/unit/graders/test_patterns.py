@@ -178,14 +178,6 @@ def test_no_text_stalls_an_expression(where):
     assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"
 
 
-@pytest.mark.integration
-def test_an_exponential_expression_would_be_found():
-    """The one that read the words after a number, and took ten seconds for a sentence."""
-    words = r"(?<=[0-9}])(?:\\?\s|\\,|~)*((?:[A-Za-z]+\.?(?:(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?|\s*/)\s*)+)$"
-    assert slowest(words, 0, "search", SHORT)[0] > LIMIT
-    assert slowest(r"^\s*-.*$", re.MULTILINE, "search", LONG)[0] > LIMIT, "quadratic in the blank lines"
-
-
 SENTENCES = [
     "The answer is 12 different ways to arrange the letters of the word around the table!",
     "\\boxed{12 possible combinations of toppings which do not have any mushrooms in them?}",

@@ -161,24 +161,6 @@ def test_every_process_has_the_same_problems():
     assert len(found) == 1
 
 
-def options_of(name: str) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"&(\w+)=(\d+)", OPTIONS.get(name, ""))}
-
-
-@pytest.mark.slow
-def test_every_process_has_the_same_problems_of_every_data_set():
-    """All of them in one composite, as each process takes seconds to import them; a dozen rows of each."""
-    from reasoning_gym.factory import DATASETS
-
-    names = sorted(DATASETS.keys() - GYM_UNSUPPORTED - {"composite"})
-    parts = [{"name": name, "config": options_of(name)} for name in names]
-    source = f"reasoning_gym:composite?size={12 * len(names)}&seed=5&datasets={json.dumps(parts)}"
-    one, two = (json.loads(rows_of_another_process(source, PYTHONHASHSEED=seed)) for seed in ("1", "2"))
-    differ = {name for (name, *row), (_, *other) in zip(one, two, strict=True) if row != other}
-    assert differ == set()
-    assert {name for name, *_ in one} == set(names)
-
-
 @pytest.mark.slow
 def test_every_installed_data_set_works_or_is_refused(capsys, here):
     """And the table in docs/data_and_rewards.md says so: this test writes it."""

@@ -141,23 +141,6 @@ def test_small_tests_are_fast():
     assert seconds < 10
 
 
-@isolated
-def test_usual_files_work():
-    tests = json.dumps([{"stdin": "1 2\n3\n", "stdout": "6"}])
-    for program in (
-        "print(sum(int(x) for line in open('/dev/stdin') for x in line.split()))",
-        "import fileinput\nprint(sum(int(x) for line in fileinput.input() for x in line.split()))",
-        "import sys\nprint('x', file=open('/dev/null', 'w'))\nprint(sum(map(int, sys.stdin.read().split())))",
-        "open('/dev/stdout', 'w').write(str(sum(map(int, open(0).read().split()))))",
-        "import os\nassert len(open('/dev/urandom', 'rb').read(9)) == 9\nprint(6)",
-        "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint(6)",
-        "from multiprocessing.dummy import Pool\nprint(sum(Pool(2).map(int, ['1', '2', '3'])))",
-        "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(sum(p.map(int, ['1', '2', '3'])))",
-        "import ssl, sqlite3, ctypes, bz2, lzma, zlib, hashlib, decimal, unicodedata\nprint(6)",
-    ):
-        assert passes(program, tests, {}), program
-
-
 def test_values_cross_as_they_were():
     """Encoding and decoding are inverse; a line that is wrong raises, and builds nothing foreign."""
     for value in ({"a": {"b": [None, True, 1.5]}}, ([(1,)],), {frozenset({1}): "x"}, "", [[]] * 3, {1, (2,)}, -(2**80)):
@@ -195,11 +178,6 @@ def test_a_judge_is_burnt_not_the_worker():
     pool.close()
 
 
-def test_a_trial_that_does_not_end_finds_nothing():
-    forever = {"entry_point": "f", "time_limit": 0.4}
-    assert rewards.truth_error("code", "def check(f):\n    while True:\n        pass\n", forever) == ""
-
-
 # ------------------------------------------------------------------------------------------------------------ attacks
 
 ATTACKS = {name: program for _, family in FAMILIES.values() for name, program in family.items()}
@@ -222,23 +200,11 @@ print("here")
     assert passes(program, json.dumps([{"stdin": "", "stdout": "here"}] * 2), {})
 
 
-LONG = "7" * 5000
-
-
-def test_numbers_of_any_length():
-    """Read, printed, passed, returned, in the program and in the tests; Python's own limit is 4,300 digits."""
-    assert passes("print(int(input()) + 0)", json.dumps([{"stdin": LONG, "stdout": LONG}]), {})
-    sys.set_int_max_str_digits(0)
-    tests = json.dumps({"fn_name": "f", "inputs": [[int(LONG)]], "outputs": [int(LONG)]})
-    assert passes("def f(x):\n    return int(str(x))", tests, {})
-    check = f"def check(candidate):\n    assert str(candidate({LONG})) == '{LONG}'"
-    assert passes("def f(x):\n    return x", check, {"entry_point": "f"})
-
-
 def test_rows_with_numbers_of_any_length_are_checked_at_the_start():
     sys.set_int_max_str_digits(4300)
     rewards.check_reward_args(grpo.Args(verifier="code"))
-    given = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
+    long = "7" * 5000
+    given = f'{{"fn_name": "f", "inputs": [[{long}]], "outputs": [{long}]}}'
     assert rewards.truth_error("code", given, {"solution": "def f(x):\n    return x"}) == ""
 
 

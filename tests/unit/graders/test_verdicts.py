@@ -2,7 +2,7 @@
 
 A line has a verifier, a truth, its row, and what is expected. With a response it is ``label``, or ``says``: the
 response earns nothing and is unscorable, with these words. Without a response it is what the start says of the row,
-"" for a good one. ``needs`` is a package that may be absent.
+"" for a good one. ``needs`` is a package that may be absent, or namespaces.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def test_answers_have_their_verdicts(family):
 @pytest.mark.parametrize("case", PROGRAMS, ids=[f"{case['family']} {k}" for k, case in enumerate(PROGRAMS)])
 def test_programs_have_their_verdicts(monkeypatch, case):
     """In the sandbox, or under limits alone where there are no namespaces; no limit of Python's for digits."""
-    monkeypatch.setattr(sandbox, "allow_unsafe", bool(sandbox.namespaces_refused()))
+    refused = sandbox.namespaces_refused()
+    if refused and case.get("needs") == "namespaces":
+        pytest.skip(f"the kernel gives no namespaces here: {refused}")
+    monkeypatch.setattr(sandbox, "allow_unsafe", bool(refused))
     most = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(0)
     try:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
-import random
 import sys
 import threading
 import time
@@ -16,9 +14,10 @@ from helpers import ROOT, read_jsonl, real
 
 import rewards
 from graders import reasoning_gym_tasks
-from graders.math import algebra
+from graders.math import algebra, extraction, units
+from graders.math.answers import is_echo
 from graders.math.extraction import final_answer
-from graders.text import after_thinking, last_boxed
+from graders.text import after_thinking, alternatives, last_boxed
 from rewards import VERIFIERS, Reward, RewardPool
 
 
@@ -97,30 +96,6 @@ def test_no_wrong_answer_of_a_family_is_right(family):
 def test_the_right_answers_of_a_family_are_right(family):
     right = [(pair["truth"], pair["response"]) for pair in FAMILIES[family] if pair["label"]]
     assert {pair for pair in right if score("math", pair[1], pair[0]) != 1} <= REFUSED
-
-
-@pytest.mark.slow
-def test_no_family_has_more_false_negatives_than_math_verify_alone():
-    import logging
-
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    missed: dict[str, list[int]] = {}
-    for family, pairs in FAMILIES.items():
-        right = [pair for pair in pairs if pair["label"]]
-        alone = [
-            verify(
-                parse(f"${p['truth']}$", parsing_timeout=None),
-                parse(p["response"], parsing_timeout=None),
-                timeout_seconds=None,
-            )
-            for p in right
-        ]
-        here = [score("math", pair["response"], pair["truth"]) for pair in right]
-        missed[family] = [here.count(0.0), alone.count(False)]
-    print(f"false negatives [here, math-verify alone]: {missed}")
-    assert all(here <= alone for here, alone in missed.values())
 
 
 @pytest.mark.parametrize(
@@ -207,11 +182,32 @@ def test_reasoning_gym_evaluates_no_code(name, tmp_path):
         assert not made.exists(), attack
 
 
+@pytest.mark.parametrize(("wide", "answer"), [(60, "1, 2"), (61, "2")])
+def test_boxes_that_stand_far_apart_are_no_list(wide, answer):
+    between = "and".center(wide)
+    assert extraction.boxed_answer(rf"\boxed{{1}}{between}\boxed{{2}}", True)[0] == answer
+
+
+def test_a_list_of_boxes_has_at_most_ten():
+    boxes = [rf"\boxed{{{number}}}" for number in range(11)]
+    assert extraction.boxed_answer(" and ".join(boxes), True)[0] == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
+
+
+def test_units_under_every_name_and_in_every_wrapper():
+    """The tables' own keys: min and sec are names of functions, too."""
+    wrappers = ["5\\text{{ {0}}}", "5\\text{{{0}}}", "5\\ \\mathrm{{{0}}}", "5\\,\\text{{{0}}}", "5~\\textrm{{{0}}}"]
+    pairs = [(f"\\boxed{{{w.format(name)}}}", "5") for name in units.UNITS for w in wrappers if "." not in name]
+    assert [pair for pair in pairs if score("math", *pair) != 1] == []
+    assert score("math", "\\boxed{\\text{max}(3,5)}", "5") == 1 and score("math", "\\boxed{5\\text{ max}}", "5") == 0
+
+
 def test_extraction():
     assert last_boxed(r"\boxed{\frac{1}{2}} \boxed{\{a\}}") == r"\{a\}"
     assert last_boxed(r"\boxed{") is None and last_boxed("\\boxed{" + "{" * 5000) is None and last_boxed("") is None
     assert final_answer("The answer is 4.\nThe answer is 5.") == "5"
     assert final_answer("the answer is not 42") is None and final_answer("42") is None
+    assert alternatives("[0, 1]") == ["[0, 1]"] and alternatives("[a") == ["[a"], "an interval, and no JSON"
+    assert not is_echo("6 * 7", "42", ""), "nothing is known about the question"
     assert after_thinking("<think>a</think>b<think>c") == "" and after_thinking("a</think> b") == " b"
 
 
@@ -368,22 +364,3 @@ def gym_countdown() -> tuple[str, dict]:
 
     row = json.loads(json.dumps(reasoning_gym.create_dataset("countdown", size=1, seed=3)[0], default=str))
     return row["answer"], row
-
-
-@pytest.mark.slow
-def test_throughput_of_math():
-    """A hundred typical answers a second in one worker: half of them right, none twice the same as text."""
-    rows = read_jsonl(real("math500.jsonl"))
-    random.Random(0).shuffle(rows)
-    pool = RewardPool(1, 10.0, ("math",))
-    pool.result(pool.submit("math", "\\boxed{1}", "1", {}))
-    answers = [(r["solution"], r["answer"]) for r in rows] + [
-        (a["solution"], b["answer"]) for a, b in itertools.pairwise(rows)
-    ]
-    start = time.perf_counter()
-    futures = [pool.submit("math", response, truth, {}) for response, truth in answers]
-    right = sum(pool.result(f).score for f in futures)
-    rate = len(answers) / (time.perf_counter() - start)
-    pool.close()
-    print(f"math: {len(answers)} answers, {rate:.0f} a second in one worker")
-    assert right >= 500 and rate >= 100
