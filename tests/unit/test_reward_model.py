@@ -115,10 +115,8 @@ def test_padding_changes_no_score_of_absolute_positions(positions, name):
         assert reward_model.longest == 64
 
 
-def test_a_limit_beyond_robertas_positions_is_rejected(positions, capsys):
-    with pytest.raises(SystemExit) as end:
-        scorer(positions / "roberta", reward_model_max_length=65)
-    assert end.value.code == 2 and "at most the 64 tokens" in capsys.readouterr().err
+def test_a_limit_beyond_robertas_positions_is_rejected(positions, refused):
+    assert "at most the 64 tokens" in refused(scorer, positions / "roberta", reward_model_max_length=65)
     assert scorer(positions / "roberta", reward_model_max_length=64).longest == 64
 
 
@@ -135,7 +133,7 @@ def test_bf16_scores_keep_their_differences(classifier):
 
 
 @pytest.mark.parametrize("fault", ["no template", "no system", "token"])
-def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifier, tmp_path, capsys, fault):
+def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifier, tmp_path, refused, fault):
     """No chat template, one that rejects a role of the prompts, or a token without an embedding."""
     from transformers import AutoTokenizer
 
@@ -155,15 +153,13 @@ def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifie
     tokenizer.save_pretrained(folder)
     reward_model = scorer(folder)
     prompts = [[{"role": "user", "content": "1 + 1"}], [{"role": "system", "content": "Add."}, *CONVERSATIONS[0][0]]]
-    with pytest.raises(SystemExit) as end:
-        reward_model.try_on(prompts)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and f"--reward_model_name_or_path {folder}" in said
+    said = refused(reward_model.try_on, prompts)
+    assert f"--reward_model_name_or_path {folder}" in said
     assert {"no template": "template", "no system": "system, user, assistant", "token": "<extra>"}[fault] in said
     scorer(classifier).try_on(prompts)
 
 
-def test_a_missing_head_is_rejected(classifier, tmp_path, capsys):
+def test_a_missing_head_is_rejected(classifier, tmp_path, refused):
     """By its name: its scores would be random, and others in each run."""
     from safetensors.torch import load_file, save_file
 
@@ -172,10 +168,8 @@ def test_a_missing_head_is_rejected(classifier, tmp_path, capsys):
     weights = load_file(folder / "model.safetensors")
     weights["value_head.weight"] = weights.pop("score.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit) as end:
-        scorer(folder)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "--reward_model_name_or_path" in said
+    said = refused(scorer, folder)
+    assert "--reward_model_name_or_path" in said
     assert "score.weight" in said
 
 
@@ -250,7 +244,7 @@ def test_weight_and_gate(classifier):
     assert reward_model.add([], [], {}) == []
 
 
-def test_refused(classifier, tiny, tmp_path, capsys):
+def test_refused(classifier, tiny, tmp_path, refused):
     two = tmp_path / "two"
     shutil.copytree(classifier, two)
     config = json.loads((classifier / "config.json").read_text())
@@ -266,10 +260,7 @@ def test_refused(classifier, tiny, tmp_path, capsys):
         (known | {"reward_model_max_length": 257}, "--reward_model_max_length", "at most the 256 tokens"),
     ]
     for changes, flag, words in cases:
-        with pytest.raises(SystemExit) as end:
-            model_files.check_reward_model(Args(**changes))
-        assert end.value.code == 2
-        message = capsys.readouterr().err
+        message = refused(model_files.check_reward_model, Args(**changes))
         assert f"error: {flag}" in message and words in message, message
     model_files.check_reward_model(Args(**known, reward_model_max_length=256))
 

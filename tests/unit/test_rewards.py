@@ -35,14 +35,6 @@ MINE = ROOT / "tests" / "verifiers.py"
 
 
 # (response, truth, right?)
-def test_last_number_is_linear_in_the_length():
-    """A response is whatever the model wrote: no pattern of digits may take quadratic time."""
-    start = time.perf_counter()
-    for text in ("1," * 100_000, "-" * 200_000, "1." * 100_000, "1-" * 100_000):
-        last_number(text, "1", {})
-    assert time.perf_counter() - start < 5
-
-
 def test_find_verifier(tmp_path):
     assert find_verifier("last_number") is last_number and {"last_number", "exact", "math", "code"} <= set(VERIFIERS)
     assert find_verifier(f"{MINE}:parity")("abc", "", {}).score == 1.0
@@ -572,11 +564,11 @@ def test_own_verifiers_are_tried_at_the_start(pool):
     assert works(pool)
 
 
-def test_a_run_does_not_start_with_a_verifier_that_raises(capsys):
+def test_a_run_does_not_start_with_a_verifier_that_raises(refused):
     args = Args(call_timeout=20.0)
-    with pytest.raises(SystemExit) as end:
-        rewards.Verifiers(args, [problem(f"{MINE}:raises")], "cpu", None)
-    assert end.value.code == 2 and f"--verifier: the verifier {MINE}:raises raises" in capsys.readouterr().err
+    assert f"--verifier: the verifier {MINE}:raises raises" in refused(
+        rewards.Verifiers, args, [problem(f"{MINE}:raises")], "cpu", None
+    )
 
 
 def test_pool_serves_threads(pool):
@@ -834,23 +826,18 @@ def test_another_truth_is_that_of_another_problem_by_chance():
         ),
     ],
 )
-def test_a_control_that_would_leak_the_reward_is_refused(capsys, changes, says):
+def test_a_control_that_would_leak_the_reward_is_refused(refused, changes, says):
     args = ppo.Args(**changes)
-    with pytest.raises(SystemExit) as end:
-        rewards.check_reward_args(args)
-    assert end.value.code == 2
-    assert f"--reward_control {changes['reward_control']}: {says}" in capsys.readouterr().err
+    assert f"--reward_control {changes['reward_control']}: {says}" in refused(rewards.check_reward_args, args)
     rewards.check_control(ppo.Args(**changes | {"reward_control": "none"}))
 
 
-def test_a_control_that_cannot_be_is_refused(capsys):
+def test_a_control_that_cannot_be_is_refused(refused):
     one = [Problem([], "1", "last_number", {}) for _ in range(2)]
-    with pytest.raises(SystemExit):
-        rewards.other_problems(one, seed=1)
-    assert "all truths of --verifier last_number are equal" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        rewards.Verifiers(Args(reward_control="format"), [Problem([], "1", "exact", {})], "cpu", None)
-    assert "--reward_control format: --verifier exact reports no part format" in capsys.readouterr().err
+    assert "all truths of --verifier last_number are equal" in refused(rewards.other_problems, one, seed=1)
+    assert "--reward_control format: --verifier exact reports no part format" in refused(
+        rewards.Verifiers, Args(reward_control="format"), [Problem([], "1", "exact", {})], "cpu", None
+    )
 
 
 def test_whoever_reads_a_run_is_told_of_its_control():

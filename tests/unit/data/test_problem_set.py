@@ -30,8 +30,6 @@ from runtime.training.memory import Sizes
 
 # ------------------------------------------------------------------------------------------------- problems, prompts
 
-MINE = f"{ROOT / 'tests' / 'verifiers.py'}:parity"
-
 
 def questions(problems: list[Problem]) -> list[str]:
     return [p.messages[-1]["content"] for p in problems]
@@ -109,14 +107,13 @@ def problem(text: str) -> Problem:
 
 
 @pytest.mark.parametrize("template", ["", "Answer this:", "{{ prompt }}"])
-def test_a_template_that_reads_no_messages(tokenizer, tmp_path, capsys, template):
+def test_a_template_that_reads_no_messages(tokenizer, tmp_path, refused, template):
     """Every prompt would be the same text, or none: an undefined variable writes nothing."""
     (tmp_path / "mine.jinja").write_text(template)
     args = Args(chat_template=str(tmp_path / "mine.jinja"))
-    with pytest.raises(SystemExit) as end:
-        rendering.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
-    assert end.value.code == 2
-    assert f"--chat_template {tmp_path}/mine.jinja does not render the messages" in capsys.readouterr().err
+    assert f"--chat_template {tmp_path}/mine.jinja does not render the messages" in refused(
+        rendering.render_prompts, [problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args
+    )
 
 
 # ------------------------------------------------------------------------------------------------ order of the prompts
@@ -394,21 +391,6 @@ def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["config.json", "lock"]
 
 
-@pytest.mark.slow
-def test_wandb_reads_group_tags_and_mode_from_the_environment(tmp_path, monkeypatch):
-    """The real wandb, offline: there is no flag of ours for what it reads itself."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_RUN_GROUP", "kl_sweep")
-    monkeypatch.setenv("WANDB_TAGS", "math,k1")
-    log = new_log(tmp_path / "run", track=("wandb",))
-    try:
-        run = log.trackers["wandb"]
-        assert (run.group, sorted(run.tags), run.offline) == ("kl_sweep", ["k1", "math"], True)
-        assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    finally:
-        log.close()
-
-
 def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
     """Tracking goes offline with one line, and the run goes on."""
     import wandb
@@ -477,7 +459,7 @@ def test_wandb_advertises_nothing_unless_its_variable_asks_for_it(tmp_path, monk
 # ----------------------------------------------------------------------------------------- verifiers and truths of rows
 
 
-def test_verifier_of_a_row(tmp_path, capsys):
+def test_verifier_of_a_row(tmp_path, refused):
     content = rows()
     for i, name in enumerate(["exact", ["exact", "format"], "exact, format", None]):
         content[i]["scored_by"] = name
@@ -485,14 +467,11 @@ def test_verifier_of_a_row(tmp_path, capsys):
     found = {p.truth: p.verifier for p in training}
     assert [found[str(i + 1)] for i in range(5)] == ["exact", "exact,format", "exact, format", "gsm8k", "gsm8k"]
     content[7]["scored_by"] = "maths"
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content, verifier_key="scored_by")
-    assert end.value.code == 2
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier_key="scored_by")
     assert "--verifier_key scored_by" in message and "row 7" in message and "'maths'" in message
 
 
-def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
+def test_code_rows_that_cannot_be_passed(tmp_path, refused):
     """Their tests are run when the data is read: the row, the column of its solution and the reason are named."""
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
     right = {"answer": check, "entry_point": "add", "solution": "def add(a, b):\n    return a + b"}
@@ -502,28 +481,20 @@ def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
     content[3]["answer"] = "import torch\n" + check
     content[5]["solution"] = "def add(a, b):\n    return (x for x in [a + b])"
     content[7]["time_limit"] = float("nan")
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
-    assert end.value.code == 2
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     assert "3 of 30 rows" in message and "rows 3, 5, 7" in message and "No module named 'torch'" in message
     content[3]["answer"] = check
-    with pytest.raises(SystemExit):
-        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     assert "row 5" in message and "in column solution" in message and "generator is not a value" in message
     training, evaluation = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True, bad_rows="drop")
     assert len(training) + len(evaluation) == 28
 
 
-def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
+def test_code_without_namespaces(tmp_path, capsys, refused, monkeypatch):
 
     monkeypatch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
     content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content, verifier="code")
-    assert end.value.code == 2
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier="code")
     assert "not permitted" in message and "--allow_unsafe_code_exec" in message
     from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     assert capsys.readouterr().out.count("no sandbox") == 1

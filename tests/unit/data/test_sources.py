@@ -506,7 +506,7 @@ def test_dotted_columns(tmp_path, capsys):
     assert "row 0 has no 'task.gold.none'" in message
 
 
-def test_problems_of_reasoning_gym_by_their_answers(capsys):
+def test_problems_of_reasoning_gym_by_their_answers(refused):
     """min_answer leaves out smaller answers and nothing else; a task whose answers are no numbers cannot have it."""
     task = "reasoning_gym:chain_sum?size=60&min_terms=2&max_terms=2&min_digits=1&max_digits=1"
     rows = sources.gym_rows(task, 1)
@@ -514,9 +514,7 @@ def test_problems_of_reasoning_gym_by_their_answers(capsys):
     assert sources.gym_rows(f"{task}&min_answer=0", 1) == [row for row in rows if float(row["answer"]) >= 0]
     assert sources.gym_rows(f"{task}&min_answer=-99", 1) == rows
     for wrong in ("reasoning_gym:leg_counting?size=2&min_answer=[]", "reasoning_gym:letter_jumble?size=2&min_answer=0"):
-        with pytest.raises(SystemExit) as end:
-            sources.gym_rows(wrong, 1)
-        assert end.value.code == 2 and f"--dataset {wrong}" in capsys.readouterr().err
+        assert f"--dataset {wrong}" in refused(sources.gym_rows, wrong, 1)
 
 
 @pytest.mark.parametrize(("task", "verifier"), [("spell_backward", "reasoning_gym"), ("chain_sum", "last_number")])
@@ -657,19 +655,17 @@ def test_own_template_is_the_tokenizers(tokenizer):
         ("chatml", "<|im_start|>user\n1 + 1 = <|im_end|>\n<|im_start|>assistant\n"),
         ("tulu", "<|user|>\n1 + 1 = \n<|assistant|>\n"),
         ("question_answer", "Question: 1 + 1 = \nAnswer:"),
+        (
+            "tulu",  # of a whole chat: it ends an answer
+            "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
+            "<|user|>\nand «ß» 2?\n<|assistant|>\n",
+        ),
     ],
 )
 def test_named_templates(tokenizer, name, expected):
-    (ids,) = rendering.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES[name])
+    chat = CHAT if "brief" in expected else CHAT[1:2]
+    (ids,) = rendering.render([chat], tokenizer, values.CHAT_TEMPLATES[name])
     assert tokenizer.decode(ids) == expected
-
-
-def test_tulu_ends_an_answer(tokenizer):
-    text = tokenizer.decode(rendering.render([CHAT], tokenizer, values.CHAT_TEMPLATES["tulu"])[0])
-    assert text == (
-        "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
-        "<|user|>\nand «ß» 2?\n<|assistant|>\n"
-    )
 
 
 def test_r1_asks_for_what_the_verifier_takes(tokenizer):

@@ -333,10 +333,8 @@ def test_every_turn_has_a_seed_of_its_own(player):
         ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size"),
     ],
 )
-def test_what_is_no_environment_and_settings_that_cannot_work_are_refused(tiny, capsys, changes, words):
-    with pytest.raises(SystemExit) as ended:
-        episodes.check(dataclasses.replace(arguments(tiny, "Guess"), **changes))
-    assert ended.value.code == 2 and words in capsys.readouterr().err
+def test_what_is_no_environment_and_settings_that_cannot_work_are_refused(tiny, refused, changes, words):
+    assert words in refused(episodes.check, dataclasses.replace(arguments(tiny, "Guess"), **changes))
 
 
 def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
@@ -348,13 +346,11 @@ def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
     assert all('"name": "add"' in p.messages[0]["content"] for p in problems)
 
 
-def test_a_row_that_reset_cannot_begin_with_ends_the_program(tiny, capsys):
+def test_a_row_that_reset_cannot_begin_with_ends_the_program(tiny, refused):
     """Before training, with the row and the error: Guess needs an answer."""
     problem = Problem([{"role": "user", "content": "u"}], "4", "exact", {"hint": 3})
-    with pytest.raises(SystemExit) as ended:
-        episodes.first_turns([problem], tokenizer_of(tiny), arguments(tiny, "Guess"))
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "reset failed on the row {'hint': 3}" in said and "'answer'" in said
+    said = refused(episodes.first_turns, [problem], tokenizer_of(tiny), arguments(tiny, "Guess"))
+    assert "reset failed on the row {'hint': 3}" in said and "'answer'" in said
 
 
 def test_what_reset_says_may_look_like_a_chat_template(tiny, capsys):
@@ -429,11 +425,9 @@ def test_the_game_in_the_prompt_is_the_game_that_is_played(player, tiny, how):
 
 
 @pytest.mark.parametrize("how", ["Random", "urandom", "clock"])
-def test_a_reset_that_is_another_one_each_time_is_refused_at_the_start(tiny, capsys, how):
-    with pytest.raises(SystemExit) as ended:
-        asked(tiny, "Irreproducible", [{"how": how}])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "reset is not reproducible: for the row {'answer': '4', 'how'" in said
+def test_a_reset_that_is_another_one_each_time_is_refused_at_the_start(tiny, refused, how):
+    said = refused(asked, tiny, "Irreproducible", [{"how": how}])
+    assert "reset is not reproducible: for the row {'answer': '4', 'how'" in said
     assert said.count("' say ") == 2, "both texts"
 
 

@@ -178,23 +178,6 @@ def test_no_text_stalls_an_expression(where):
     assert seconds < LIMIT, f"{FOUND[where][0]} on {text}"
 
 
-SENTENCES = [
-    "The answer is 12 different ways to arrange the letters of the word around the table!",
-    "\\boxed{12 possible combinations of toppings which do not have any mushrooms in them?}",
-    "The answer is 12 people who attended the afternoon performance (without those on stage)",
-    "#### 12 students are still waiting in front of the building; nobody knows why they came [total]",
-]
-
-
-@pytest.mark.parametrize("text", SENTENCES)
-@pytest.mark.parametrize("verifier", ["math", "gsm8k", "last_number"])
-def test_ordinary_english_after_a_number_takes_no_time(text, verifier):
-    rewards.VERIFIERS["math"]("\\boxed{x+1+0}", "x+1", {})  # imports sympy
-    begun = time.process_time()
-    rewards.VERIFIERS[verifier](text, "13", {})
-    assert time.process_time() - begun < 1
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "text",
@@ -210,6 +193,8 @@ def test_ordinary_english_after_a_number_takes_no_time(text, verifier):
         "<<" * 100_000,
         "* " * 100_000,
         "p." * 100_000,
+        "1," * 100_000,
+        "1.-" * 70_000,
     ],
     ids=lambda text: repr(text[:12]),
 )

@@ -1,4 +1,4 @@
-"""Answers that verifiers accept and reject: labeled real data, tables of answers, and evasive model outputs."""
+"""Answers that verifiers accept and reject: labeled data, and evasive model outputs."""
 
 from __future__ import annotations
 
@@ -126,9 +126,6 @@ def test_no_constant_is_right_for_many_truths(constant):
     truths = ["x^{2}-2 x+10=0", "\\log_6 216=3", "N=n", "I=-\\frac{200}{3}e^{-10t}\\sin 30t", "x^2+1=0", "y=x^2+1"]
     truths += ["9.1\\times 10^{-31}", "1.6e-19", "6.63\\times10^{-34}", "10^{-12}", "x>2", "[0,1)", "\\{1,2\\}", "42"]
     assert [truth for truth in truths if score("math", f"\\boxed{{{constant}}}", truth) == 1] == []
-
-
-# --------------------------------------------------------------------------------------- a sample made for this project
 
 
 def test_brackets_without_end_are_not_parsed(monkeypatch):
