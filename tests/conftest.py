@@ -98,6 +98,19 @@ def not_asked_to_stop():
     stop.asked = stop.training = stop.last_step_done = False
 
 
+@pytest.fixture
+def refused(capsys):
+    """Make a call that must end the program with exit code 2, and return what it says."""
+
+    def said_by(call, *rest, **named) -> str:
+        with pytest.raises(SystemExit) as end:
+            call(*rest, **named)
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return said_by
+
+
 @pytest.fixture(scope="session", autouse=True)
 def plain_printed_rows():
     """The function that starts a process which imports reasoning-gym; tests ask a fork of one that has imported it.
