@@ -47,6 +47,7 @@ from helpers import (
     alive,
     command,
     descendants,
+    engine_file,
     flip,
     go_back,
     logged,
@@ -72,6 +73,13 @@ class Finished(Exception):
 
 class Missed(Exception):
     """A fault met nobody: what it is aimed at is gone, or has no work."""
+
+
+def named(fault: Callable, name: str, what: str) -> Callable:
+    """The fault with a name for --only, and what is printed of it up to the first full stop."""
+    fault.__name__ = name
+    fault.__doc__ = what
+    return fault
 
 
 class Outbox:
@@ -327,12 +335,6 @@ class Soak:
         """Return True if there is a checkpoint to fall back on."""
         return len(directory.saved_steps(self.folder)) > 1
 
-    def dead_checkpoint(self) -> Path:
-        """Kill the run; its newest checkpoint, which is not the only one."""
-        self.until(self.has_two_checkpoints)
-        self.kill()
-        return directory.saved_steps(self.folder)[-1][1]
-
     def resumes(self, words: str) -> str:
         """Start again after damage, which must be named."""
         self.start()
@@ -407,6 +409,13 @@ class Soak:
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
+def goes_on(soak: Soak) -> str:
+    """Wait for two more steps: the first one may have begun before the fault."""
+    step = soak.step()
+    soak.until(lambda: soak.step() > step + 1)
+    return "went on"
+
+
 def killed(soak: Soak) -> str:
     """The run is killed. SIGKILL to its first process."""
     soak.kill()
@@ -421,52 +430,30 @@ def killed_in_a_save(soak: Soak) -> str:
         if soak.run.process.poll() == 0:
             raise Finished
         assert time.monotonic() < deadline, soak.run.text()
-    soak.run.process.kill()
-    soak.ends()
+    soak.kill()
     return f"ended, {len(list(saves.glob('*.partial')))} unfinished save left"
 
 
-def killed_in_a_push(soak: Soak) -> str:
-    """The run is killed in the middle of a push. SIGKILL, with half of the weights in the engine."""
-    soak.order("killed_in_a_push")
-    soak.ends(-signal.SIGKILL)
-    return "ended"
+def signaled(name: str) -> Callable:
+    """The signal to the run: it saves."""
+
+    def fault(soak: Soak) -> str:
+        os.kill(soak.run.process.pid, getattr(signal, name))
+        soak.ends(75)
+        assert saved(soak.out) == soak.step()
+        return "saved, ended with 75"
+
+    return named(fault, name.lower(), f"{name}. To the run.")
 
 
-def push_raises(soak: Soak) -> str:
-    """The engine raises in the middle of a push. Half of the weights are in it."""
-    words = soak.says("its engine is restarted")
-    soak.order("push_raises")
-    soak.until(words)
-    return "was built again, went on"
-
-
-def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
-    """SIGTERM. To the run."""
-    os.kill(soak.run.process.pid, number)
-    soak.ends(75)
-    assert saved(soak.out) == soak.step()
-    return "saved, ended with 75"
-
-
-def interrupted(soak: Soak) -> str:
-    """SIGINT. To the run."""
-    return preempted(soak, signal.SIGINT)
-
-
-def warned(soak: Soak) -> str:
-    """SIGUSR1. To the run, as Slurm sends it before a time limit."""
-    return preempted(soak, signal.SIGUSR1)
-
-
-def all_terminated(soak: Soak) -> str:
+def sigterm_to_all(soak: Soak) -> str:
     """SIGTERM to every process. To verifiers and wandb as well, as a batch system does."""
     for pid in soak.processes(b""):
         os.kill(pid, signal.SIGTERM)
-    return preempted(soak)
+    return signaled("SIGTERM")(soak)
 
 
-def twice(soak: Soak) -> str:
+def sigterm_twice(soak: Soak) -> str:
     """SIGTERM twice. The second one ends the run at once, unless it has saved meanwhile."""
     os.kill(soak.run.process.pid, signal.SIGTERM)
     time.sleep(1.3)
@@ -475,54 +462,40 @@ def twice(soak: Soak) -> str:
     return f"ended with {soak.ends(75, 128 + signal.SIGTERM)}"
 
 
-def hung_up(soak: Soak) -> str:
-    """The terminal closes. SIGHUP."""
-    return preempted(soak, signal.SIGHUP)
+def damaged(name: str, what: str, damage: Callable[[Path], object], words: str) -> Callable:
+    """The run is killed, its newest checkpoint or what lies next to it is damaged, and the same command resumes."""
+
+    def fault(soak: Soak) -> str:
+        soak.until(soak.has_two_checkpoints)
+        soak.kill()
+        damage(directory.saved_steps(soak.folder)[-1][1])
+        return soak.resumes(words)
+
+    return named(fault, name, f"{what}. In the newest checkpoint of a killed run.")
 
 
-def flipped_bit(soak: Soak) -> str:
-    """A damaged checkpoint. A bit of one of its files is flipped."""
-    newest = soak.dead_checkpoint()
-    flip(soak.random.choice(sorted(newest.rglob("*.pt"))))
-    return soak.resumes("has changed since it was written")
-
-
-def short_file(soak: Soak) -> str:
-    """A checkpoint whose file is cut off. At a hundred bytes."""
-    newest = soak.dead_checkpoint()
-    os.truncate(soak.random.choice(sorted(newest.rglob("*.pt"))), 100)
-    return soak.resumes("has 100 bytes, not")
-
-
-def no_manifest(soak: Soak) -> str:
-    """A checkpoint without its manifest. It is removed."""
-    (soak.dead_checkpoint() / "manifest.json").unlink()
-    return soak.resumes("manifest.json is missing")
-
-
-def empty_latest(soak: Soak) -> str:
-    """An empty file latest. As a file system leaves it after a power cut."""
-    soak.dead_checkpoint()
-    (soak.folder / "checkpoints" / "latest").write_text("")
-    return soak.resumes("does not name step_")
-
-
-def torn_logs(soak: Soak) -> str:
-    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
-    soak.dead_checkpoint()
+def tear_logs(checkpoint: Path) -> None:
+    """Leave half a line at the end of each log."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        with open(soak.folder / name, "a") as file:
+        with open(checkpoint.parent.parent / name, "a") as file:
             file.write('{"step": 9999, "rew')
-    return soak.resumes("resuming after step")
 
 
-def leftover_save(soak: Soak) -> str:
-    """An unfinished save in the folder. With files in it."""
-    soak.dead_checkpoint()
-    leftover = soak.folder / "checkpoints" / "step_009999.partial"
+def leave_a_save(checkpoint: Path) -> None:
+    """Leave a save that was not finished."""
+    leftover = checkpoint.with_name("step_009999.partial")
     leftover.mkdir()
     (leftover / "state.json").write_text('{"step": 9999')
-    return soak.resumes("the save was not finished")
+
+
+DAMAGE = [
+    damaged("flipped_bit", "A flipped bit", lambda c: flip(engine_file(c)), "has changed since it was written"),
+    damaged("short_file", "A file cut off", lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not"),
+    damaged("no_manifest", "No manifest", lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
+    damaged("empty_latest", "Empty latest", lambda c: (c.parent / "latest").write_text(""), "does not name step_"),
+    damaged("torn_logs", "Torn lines in the logs", tear_logs, "resuming after step"),
+    damaged("leftover_save", "An unfinished save", leave_a_save, "the save was not finished"),
+]
 
 
 def second_run(soak: Soak) -> str:
@@ -552,35 +525,6 @@ def full_disk(soak: Soak) -> str:
     return "no checkpoint, the run went on"
 
 
-def read_only_folder(soak: Soak) -> str:
-    """A folder that cannot be written to for a while. That of the checkpoints."""
-    soak.until(soak.has_two_checkpoints)
-    words = soak.says("NO CHECKPOINT after step")
-    folder = soak.folder / "checkpoints"
-    root = os.geteuid() == 0  # who may write to what is read-only, but not to what is immutable
-    subprocess.run(["chattr", "+i", folder] if root else ["chmod", "a-w", folder], check=True)
-    try:
-        soak.until(words)
-    finally:
-        subprocess.run(["chattr", "-i", folder] if root else ["chmod", "u+w", folder], check=True)
-    return "no checkpoint, the run went on"
-
-
-def little_memory(soak: Soak) -> str:
-    """Memory runs out. The kernel gives the run no more than it has."""
-    pid = soak.run.process.pid
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
-    step = soak.step()
-    deadline = time.monotonic() + 20
-    while soak.run.process.poll() is None and time.monotonic() < deadline and soak.step() < step + 3:
-        time.sleep(0.05)
-    if soak.run.process.poll() is None:
-        resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
-        return "went on with what it had"
-    return f"ended with {soak.ends()}"
-
-
 def stacks(soak: Soak) -> str:
     """SIGUSR2. To the run."""
     words = soak.says("most recent call first")
@@ -594,37 +538,13 @@ def paused(soak: Soak) -> str:
     os.kill(soak.run.process.pid, signal.SIGSTOP)
     time.sleep(3)
     os.kill(soak.run.process.pid, signal.SIGCONT)
-    step = soak.step()
-    soak.until(lambda: soak.step() > step)
-    return "went on"
+    return goes_on(soak)
 
 
 def killed_verifier(soak: Soak) -> str:
     """A verifier is killed. SIGKILL."""
     os.kill(soak.verifier(), signal.SIGKILL)
-    step = soak.step()
-    soak.until(lambda: soak.step() > step)
-    return "went on"
-
-
-def slow_verifier(soak: Soak) -> str:
-    """A slow verifier. It stands still for two seconds."""
-    pid = soak.verifier()
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(2)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-    step = soak.step()
-    soak.until(lambda: soak.step() > step)
-    return "went on"
-
-
-def hanging_verifier(soak: Soak) -> str:
-    """A verifier that hangs. In one response, until --call_timeout has killed it."""
-    words = soak.says("killed after 10 s (--call_timeout)")
-    soak.order("verifier_hangs")
-    soak.until(words)
-    return "was killed, the sample has no reward, the run went on"
+    return goes_on(soak)
 
 
 def killed_tracking(soak: Soak) -> str:
@@ -639,115 +559,74 @@ def killed_tracking(soak: Soak) -> str:
     return "said so, went on"
 
 
-def nan_loss(soak: Soak) -> str:
-    """One loss is NaN. In a mini-batch."""
-    words = soak.says("SKIPPED 1")
-    soak.order("nan_loss")
-    soak.until(words)
-    return "the optimizer step was skipped"
+def ordered(name: str, what: str, words: str, code: int = 0) -> Callable:
+    """A hook does it (``hook``): the run says ``words`` and goes on, or ends with ``code``."""
+
+    def fault(soak: Soak) -> str:
+        says = soak.says(words)
+        soak.order(name)
+        if code:
+            soak.ends(code)
+            assert says()
+            return f"ended with {code}"
+        soak.until(says)
+        return f"went on, and said: {words}"
+
+    return named(fault, name, f"{what}.")
 
 
-def engine_raises(soak: Soak) -> str:
-    """The engine raises. In its thread."""
-    words = soak.says("its engine is restarted")
-    soak.order("engine_raises")
-    soak.until(words)
-    return "was built again, went on"
-
-
-def engine_dies(soak: Soak) -> str:
-    """The engine dies. Its thread exits."""
-    words = soak.says("its engine is restarted")
-    soak.order("engine_dies")
-    soak.until(words)
-    return "was built again, went on"
-
-
-def engine_hangs(soak: Soak) -> str:
-    """The engine hangs. For longer than --timeout."""
-    words = soak.says("its engine is restarted")
-    soak.order("engine_hangs")
-    soak.until(words)
-    return "was built again, went on"
-
-
-def sampler_nan(soak: Soak) -> str:
-    """Log-probs of the sampler are NaN. All of one prompt."""
-    soak.order("sampler_nan")
-    code = soak.ends(1)
-    assert "log-probs are not finite" in soak.run.text()
-    return f"ended with {code}"
-
-
-def stalled(soak: Soak) -> str:
-    """The main thread hangs. For longer than --timeout."""
-    soak.order("stall")
-    code = soak.ends(1)
-    assert "no progress on any rank for" in soak.run.text()
-    return f"ended with {code}"
-
-
-def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
-    """A tool raises. In one turn of one episode."""
-    file = soak.folder / "metrics.jsonl"
-    step = soak.step()
-    soak.order(how)
-    soak.until(lambda: any(row["env/failures"] > 0 for row in jsonl.records(file) if row["step"] > step))
-    return "the model was told, the run went on"
-
-
-def tool_hangs(soak: Soak) -> str:
-    """A tool hangs. In one turn of one episode, until --call_timeout has killed it."""
-    return tool_fails(soak, "tool_hangs")
-
-
-def tool_dies(soak: Soak) -> str:
-    """The process of a tool is killed. SIGKILL, in one turn of one episode."""
-    return tool_fails(soak, "tool_dies")
-
-
-def clock_forward(soak: Soak, seconds: float = HOURS) -> str:
-    """The clock jumps forward. By five hours, and stays there."""
-    soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
-    step = soak.step()
-    soak.until(lambda: soak.step() > step + 1)
-    return "went on"
-
-
-def clock_back(soak: Soak) -> str:
-    """The clock jumps back. By five hours, and stays there."""
-    return clock_forward(soak, -HOURS)
-
-
-ANY = [
-    killed,
-    killed_in_a_save,
-    preempted,
-    interrupted,
-    warned,
-    all_terminated,
-    twice,
-    hung_up,
-    flipped_bit,
-    short_file,
+AGAIN = "its engine is restarted"
+ORDERED = [
+    ordered("engine_raises", "The engine raises", AGAIN),
+    ordered("engine_dies", "The engine dies", AGAIN),
+    ordered("engine_hangs", "The engine hangs", AGAIN),
+    ordered("nan_loss", "One loss is NaN", "SKIPPED 1"),
+    ordered("verifier_hangs", "A verifier that hangs", "killed after 10 s (--call_timeout)"),
+    ordered("sampler_nan", "Log-probs of the sampler are NaN", "log-probs are not finite", 1),
+    ordered("stall", "The main thread hangs", "no progress on any rank for", 1),
 ]
-ANY += [no_manifest, empty_latest, torn_logs, leftover_save, second_run, full_disk, read_only_folder, little_memory]
-ANY += [stacks, paused, killed_verifier, slow_verifier, hanging_verifier, killed_tracking, nan_loss, engine_raises]
-ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
-CLOCKS = [clock_forward, clock_back]
+OF_PUSHES = [
+    ordered("push_raises", "The engine raises in the middle of a push", AGAIN),
+    ordered("killed_in_a_push", "The run is killed in the middle of a push", "", -signal.SIGKILL),
+]
+
+
+def tool_fails(how: str) -> Callable:
+    """The model is told that its tool failed, in one turn of one episode."""
+
+    def fault(soak: Soak) -> str:
+        file = soak.folder / "metrics.jsonl"
+        step = soak.step()
+        soak.order(how)
+        soak.until(lambda: any(row["env/failures"] > 0 for row in jsonl.records(file) if row["step"] > step))
+        return "the model was told, the run went on"
+
+    return named(fault, how, f"{how.replace('_', ' ').capitalize()}. In one turn.")
+
+
+def clock_jumps(name: str, seconds: float) -> Callable:
+    """The clock of the run is another one, and stays so."""
+
+    def fault(soak: Soak) -> str:
+        soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
+        return goes_on(soak)
+
+    return named(fault, name, f"The clock jumps by {seconds / 3600:+.0f} hours.")
+
+
+ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all]
+ANY += [sigterm_twice, *DAMAGE, second_run, full_disk, stacks, paused, killed_verifier, killed_tracking, *ORDERED]
 
 
 def possible(args: argparse.Namespace) -> list[Callable]:
     """The faults that can happen on this machine to such a run."""
     faults = list(ANY)
     if args.rollout == "vllm":
-        faults += [killed_in_a_push, push_raises]
+        faults += OF_PUSHES
     if args.environment:
-        faults += [tool_fails, tool_hangs, tool_dies]
+        faults += map(tool_fails, ("tool_raises", "tool_hangs", "tool_dies"))
     if "CLOCK_FILE" in os.environ:
-        faults += CLOCKS
-    if os.geteuid() == 0 and shutil.which("chattr") is None:
-        faults.remove(read_only_folder)
+        faults += [clock_jumps("clock_forward", HOURS), clock_jumps("clock_back", -HOURS)]
     return [fault for fault in faults if not args.only or fault.__name__ in args.only]
 
 
@@ -797,7 +676,7 @@ def main() -> None:
     parser.add_argument("--async_steps", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--environment", action="store_true", help="of several turns, and faults of its own")
-    parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
+    parser.add_argument("--only", nargs="*", default=[], help="their names")
     parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
     args = parser.parse_args()
     place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
