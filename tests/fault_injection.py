@@ -57,8 +57,7 @@ from helpers import (
     saved,
 )
 
-from runtime.run import directory
-from runtime.system import jsonl
+from runtime.run import directory, run_files
 
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
@@ -348,7 +347,7 @@ class Soak:
         """Resume from before the first step that lost a sample or an optimizer step."""
         file = self.folder / "metrics.jsonl"
         first = None
-        for metrics in jsonl.records(file):
+        for metrics in run_files.records(file):
             lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
             lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
             if first is None and sum(lost) > 0:
@@ -567,7 +566,7 @@ def ordered(name: str, what: str, words: str, code: int = 0) -> Callable:
         soak.order(name)
         if code:
             soak.ends(code)
-            assert says()
+            assert not words or says()
             return f"ended with {code}"
         soak.until(says)
         return f"went on, and said: {words}"
@@ -598,7 +597,7 @@ def tool_fails(how: str) -> Callable:
         file = soak.folder / "metrics.jsonl"
         step = soak.step()
         soak.order(how)
-        soak.until(lambda: any(row["env/failures"] > 0 for row in jsonl.records(file) if row["step"] > step))
+        soak.until(lambda: any(row["env/failures"] > 0 for row in run_files.records(file) if row["step"] > step))
         return "the model was told, the run went on"
 
     return named(fault, how, f"{how.replace('_', ' ').capitalize()}. In one turn.")

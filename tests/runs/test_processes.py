@@ -16,7 +16,6 @@ import torch
 from helpers import (
     ACCELERATE_LAUNCH,
     ROOT,
-    TINY_COMMAND,
     VERIFIERS,
     command,
     finish,
@@ -166,20 +165,29 @@ def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
 
 
 @pytest.mark.slow
-def test_two_ranks_then_one(tiny, tmp_path, capsys):
-    """Two steps on two ranks, two more on one, against four on one: the same samples, the same weights up to rounding.
-
-    With a batch ahead, whose samples are of two engines where then there is one.
-    """
-    changes = {"total_steps": 4, "async_steps": 1, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2}
+@pytest.mark.parametrize(
+    "script, ranks, changes",
+    [
+        ("grpo", (2, 1), {"async_steps": 1}),  # with a batch ahead, whose samples are of two engines where then is one
+        ("grpo", (1, 2), {"zero_stage": 1}),
+        ("grpo", (2, 4), {"zero_stage": 3, "offload": "param"}),
+        ("ppo", (2, 1), {"zero_stage": 3}),
+        ("ppo", (1, 2), {"zero_stage": 2, "offload": "optimizer"}),
+    ],
+    ids=str,
+)
+def test_another_number_of_ranks(tiny, tmp_path, script, ranks, changes):
+    """Two steps on some ranks and two more on others, against four on the others: equal up to rounding."""
+    changes = {"total_steps": 4, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2} | changes
     flags = [f"--{name}={value}" for name, value in (changes | {"keep_checkpoints": 0}).items()]
-    finish(command(tiny, tmp_path / "parts", *flags, ranks=2), tmp_path / "log")
+    finish(command(tiny, tmp_path / "parts", *flags, script=script, ranks=ranks[0]), tmp_path / "first.log")
     go_back(tmp_path / "parts" / "run", 2)
-    runs = {}
+    runs, said = {}, {}
     for name in ("parts", "straight"):
-        runs[name] = run_here(tiny_args(tiny, tmp_path / name, **TINY_COMMAND | changes))
-    said = capsys.readouterr().out
-    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is resharded" in said
+        line = command(tiny, tmp_path / name, *flags, script=script, ranks=ranks[1])
+        said[name] = finish(line, tmp_path / f"{name}.log")
+        runs[name] = read_jsonl(tmp_path / name / "run" / "metrics.jsonl")
+    assert f"changed: {ranks[0]} rank(s) there, {ranks[1]} here" in said["parts"]
     for got, expected in zip(runs["parts"], runs["straight"], strict=True):
         assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
     weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]
