@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import itertools
 import json
 import math
 import multiprocessing
@@ -422,67 +421,53 @@ def built(
     return script.build_vllm(script.Args(**changes), dtype, 0, 1)
 
 
-@SCRIPTS
-def test_the_memory_of_an_engine(script, monkeypatch):
-    """A fraction of a GPU, or a size; on CPUs what the sequences need, half a GiB for models of unknown sizes."""
-    small = built(script, monkeypatch, False, model=SMALL)
-    assert small["kv_cache_memory_bytes"] == 1.25 * 64 * 288 * 2 * 2 * 2 * 8 * 2  # 64 sequences of 288 tokens in bf16
-    cpu = built(script, monkeypatch, False)
-    assert cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in cpu
-    assert (
-        built(script, monkeypatch, False, vllm_args='{"kv_cache_memory_bytes": 2147483648}')["kv_cache_memory_bytes"]
-        == 2**31
-    )
-    gpu = built(script, monkeypatch, True)
-    assert gpu["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in gpu
-    assert (
-        built(script, monkeypatch, True, vllm_args='{"kv_cache_memory_bytes": 2147483648}')["kv_cache_memory_bytes"]
-        == 2**31
-    )
+def own(**settings) -> dict:
+    """--vllm_args with these settings."""
+    return {"vllm_args": json.dumps(settings)}
+
+
+GRAPHS = "max_cudagraph_capture_size"  # vLLM's own limit is 512; above it, every kernel of a step starts from Python
+MANY = {"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "eval_prompts": 0}
+TESTS = {"eval_prompts": 1319, "eval_samples": 1}
+ON_CPU = {"enforce_eager": True, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "block_size": 32}
+ON_GPU = {"enforce_eager": None, "max_num_seqs": 1024, "max_num_batched_tokens": 16384, "block_size": None}
+OWN = {"enforce_eager": False, "block_size": 64, "max_num_seqs": 7, "max_num_batched_tokens": 300, "seed_x": 1}
+IN_FLIGHT = {"async_steps": 1, "inflight_updates": "recompute"}
+REVISION = {"model_name_or_path": "me/model@abc"}
+# Whether there is a GPU, the flags, and what vLLM is given; None: its own choice.
+BUILT = [
+    (False, {"model": SMALL}, {"kv_cache_memory_bytes": 1.25 * 64 * 288 * 2 * 2 * 2 * 8 * 2}),  # 64 of 288 tokens, bf16
+    (False, {}, {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": None, GRAPHS: None, **ON_CPU}),
+    (True, {}, {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.4, **ON_GPU}),
+    (False, own(kv_cache_memory_bytes=2**31), {"kv_cache_memory_bytes": 2**31}),
+    (True, own(kv_cache_memory_bytes=2**31), {"kv_cache_memory_bytes": 2**31}),
+    (False, {"max_prompt_length": 100, "max_response_length": 30}, {"max_model_len": 130}),
+    *((True, {"vllm_sleep": asked}, {"enable_sleep_mode": asked != "off"}) for asked in ("off", "engine", "all")),
+    (False, {"vllm_sleep": "all"}, {"enable_sleep_mode": False}),
+    (False, {}, {"async_scheduling": None, "dtype": "bfloat16"}),
+    (False, IN_FLIGHT, {"async_scheduling": False}),  # else a token got a version that it was not sampled by
+    (False, IN_FLIGHT | {"inflight_updates": "keep"}, {"async_scheduling": False}),
+    (True, MANY, {GRAPHS: None}),  # 512 sequences
+    (True, MANY | {"num_samples_per_prompt_rollout": 9}, {GRAPHS: 576}),
+    (True, MANY | {"async_steps": 1}, {GRAPHS: 1024}),
+    (True, MANY | {"num_unique_prompts_rollout": 40, "generation_size": 15}, {GRAPHS: 608}),  # 600, in steps of 16
+    (True, TESTS, {GRAPHS: 1024}),  # max_num_seqs
+    (True, TESTS | own(max_num_seqs=2048), {GRAPHS: 1328}),
+    (True, TESTS | own(cudagraph_capture_sizes=[8]), {GRAPHS: None}),
+    (False, REVISION, {"model": "me/model", "revision": "abc", "tokenizer": None, "tokenizer_revision": "abc"}),
+    (False, REVISION | {"tokenizer_name_or_path": "other"}, {"tokenizer": "other", "tokenizer_revision": None}),
+    (False, own(**OWN), OWN),
+    (True, own(max_num_seqs=20000), {"max_num_batched_tokens": 20000}),
+]
 
 
 @SCRIPTS
-def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_response(script, monkeypatch):
-    assert built(script, monkeypatch, False, max_prompt_length=100, max_response_length=30)["max_model_len"] == 130
-
-
-@SCRIPTS
-def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
-    for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
-        given = built(script, monkeypatch, cuda, vllm_sleep=asked)
-        assert given["enable_sleep_mode"] == (cuda and asked != "off")
-        assert given.get("enforce_eager", False) == (not cuda)
-        assert given["max_num_seqs"] == (1024 if cuda else 64)
-        assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
-        assert given.get("block_size") == (None if cuda else 32)
-
-
-@SCRIPTS
-@pytest.mark.parametrize("mode", ["off", "keep", "recompute"])
-def test_vllm_schedules_ahead_only_while_weights_do_not_change_in_a_batch(script, monkeypatch, mode):
-    """None leaves it to vLLM; with in-flight updates a token would get the version of weights it was not sampled by."""
-    changes = {"inflight_updates": mode, "async_steps": int(mode != "off")}
-    assert built(script, monkeypatch, False, **changes)["async_scheduling"] is (None if mode == "off" else False)
-
-
-@pytest.mark.parametrize(
-    "changes, size",
-    [
-        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "eval_prompts": 0}, None),  # 512
-        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 9, "eval_prompts": 0}, 576),
-        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "async_steps": 1}, 1024),
-        ({"num_unique_prompts_rollout": 40, "generation_size": 15}, 608),  # 600, in steps of 16
-        ({"eval_prompts": 1319, "eval_samples": 1}, 1024),  # max_num_seqs
-        ({"eval_prompts": 1319, "eval_samples": 1, "vllm_args": '{"max_num_seqs": 2048}'}, 1328),
-        ({"eval_prompts": 1319, "eval_samples": 1, "vllm_args": '{"cudagraph_capture_sizes": [8]}'}, None),
-    ],
-)
-def test_cuda_graphs_reach_as_many_sequences_as_may_decode_at_once(monkeypatch, changes, size):
-    """vLLM's own limit is 512; above it, every kernel of a decode step is started from Python."""
-    changes = {"num_unique_prompts_rollout": 8, "num_samples_per_prompt_rollout": 8, **changes}
+@pytest.mark.parametrize("cuda, changes, expected", BUILT)
+def test_what_vllm_is_built_by(script, monkeypatch, cuda, changes, expected):
+    """A part of a GPU or a size of memory, room for the longest samples, and the user's settings above all others."""
     monkeypatch.setattr(vllm_settings, "take_gpu", lambda args: None)
-    assert built(grpo, monkeypatch, True, **changes).get("max_cudagraph_capture_size") == size
-    assert "max_cudagraph_capture_size" not in built(grpo, monkeypatch, False, **changes)
+    given = built(script, monkeypatch, cuda, **changes)
+    assert {name: given.get(name) for name in expected} == expected
 
 
 def test_an_evaluation_without_a_run_has_an_engine_on_a_gpu(monkeypatch):
@@ -492,22 +477,27 @@ def test_an_evaluation_without_a_run_has_an_engine_on_a_gpu(monkeypatch):
     assert given["gpu_memory_utilization"] == 0.4 and given["max_cudagraph_capture_size"] == 1024
 
 
+BLACKWELL = {"capability": (10, 0)}
+
+
 @pytest.mark.parametrize(
-    "capability, dtype, config, own, backend",
+    "changes, backend",
     [
-        ((10, 0), torch.bfloat16, {}, None, "FLASH_ATTN"),
-        ((10, 3), torch.float16, {"text_config": {"model_type": "gemma3_text"}}, None, "FLASH_ATTN"),
-        ((10, 0), torch.float32, {}, None, None),
-        ((10, 0), torch.bfloat16, {"kv_lora_rank": 512}, None, None),
-        ((10, 0), torch.bfloat16, {"model_type": "gpt_oss"}, None, None),
-        ((10, 0), torch.bfloat16, {}, '{"attention_backend": "TRITON_ATTN"}', "TRITON_ATTN"),
-        *(((major, minor), torch.bfloat16, {}, None, None) for major, minor in ((8, 0), (8, 9), (9, 0), (12, 0))),
+        (BLACKWELL, "FLASH_ATTN"),
+        (
+            {"capability": (10, 3), "dtype": torch.float16, "config": {"text_config": {"model_type": "gemma3_text"}}},
+            "FLASH_ATTN",
+        ),
+        (BLACKWELL | {"dtype": torch.float32}, None),
+        (BLACKWELL | {"config": {"kv_lora_rank": 512}}, None),
+        (BLACKWELL | {"config": {"model_type": "gpt_oss"}}, None),
+        (BLACKWELL | own(attention_backend="TRITON_ATTN"), "TRITON_ATTN"),
+        *(({"capability": capability}, None) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))),
     ],
 )
-def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, capability, dtype, config, own, backend):
+def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, changes, backend):
     """On compute capability 10.x vLLM takes FlashInfer where it finds nvcc, and FlashAttention elsewhere."""
-    given = built(grpo, monkeypatch, True, capability, config, dtype, vllm_args=own)
-    assert given.get("attention_backend") == backend
+    assert built(grpo, monkeypatch, True, **changes).get("attention_backend") == backend
 
 
 def test_no_process_is_started_to_ask_what_a_model_supports(monkeypatch, tmp_path):
@@ -655,24 +645,6 @@ def test_an_engine_that_is_built_again_is_told_all_that_is_open():
     asked = ("generate", 7, requests, SAMPLING)
     assert list(engine.inbox.queue) == [("weights", 4, ["w"]), asked, ("until", 7)]
     assert batch.unfinished == {(0, 0), (0, 1)} and engine.spare == []
-
-
-@SCRIPTS
-def test_the_revision_of_a_tokenizer_is_that_of_the_model_it_comes_with(script, monkeypatch):
-    given = built(script, monkeypatch, False, model_name_or_path="me/model@abc")
-    assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", None, "abc")
-    assert given["model"] == "me/model"
-    given = built(script, monkeypatch, False, model_name_or_path="me/model@abc", tokenizer_name_or_path="other")
-    assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", "other", None)
-    assert given["dtype"] == "bfloat16"
-
-
-@SCRIPTS
-def test_arguments_of_vllm_reach_it_and_win_over_what_is_usual_here(script, monkeypatch):
-    own = {"enforce_eager": False, "block_size": 64, "max_num_seqs": 7, "max_num_batched_tokens": 300, "seed_x": 1}
-    given = built(script, monkeypatch, False, vllm_args=json.dumps(own))
-    assert {name: given[name] for name in own} == own
-    assert built(script, monkeypatch, True, vllm_args='{"max_num_seqs": 20000}')["max_num_batched_tokens"] == 20000
 
 
 @SCRIPTS
