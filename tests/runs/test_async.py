@@ -183,32 +183,6 @@ def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(m
     assert second.unfinished
 
 
-@pytest.mark.parametrize(
-    "changes, restarts, copied",
-    [
-        ({}, 2, False),
-        ({"async_steps": 1}, 2, True),
-        ({"async_steps": 2, "inflight_updates": "recompute"}, 2, False),
-        ({"zero_stage": 3}, 0, None),
-        ({"vllm_tensor_parallel_size": 2}, 0, None),
-    ],
-    ids=str,
-)
-def test_what_an_engine_keeps_to_be_built_again(monkeypatch, changes, restarts, copied):
-    """The trainer's own tensors where it waits while the engine samples; copies where it changes them meanwhile."""
-    weight = torch.ones(3)
-    engine = Script(monkeypatch, weights=lambda version, tensors: [("weights", version, 0.0)]).engine(**changes)
-    engine.push([("a", weight), ("tied", weight)])
-    assert engine.restarts == restarts
-    if copied is None:
-        assert engine.weights == []
-    else:
-        assert [name for name, _ in engine.weights] == ["a", "tied"]
-        assert {w.data_ptr() == weight.data_ptr() for _, w in engine.weights} == {not copied}
-        assert len({w.data_ptr() for _, w in engine.weights}) == 1
-    engine.close()
-
-
 def test_versions_of_tokens():
     sample = Sample(0, 0, [1], [5] * 6, [0.0] * 6, "stop", [(3, 0), (4, 2), (7, 5)])
     assert sample.token_versions().tolist() == [3, 3, 4, 4, 4, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -29,10 +30,13 @@ from helpers import (
     logged,
     record,
     run_environment,
+    run_here,
     saved,
+    tiny_args,
     with_program,
 )
 
+import utils
 from runtime.system import process, watchdog
 
 CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf")]
@@ -147,22 +151,6 @@ def test_what_stood_for_the_console_can_be_put_back():
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_a_pipeline_saves(tiny, tmp_path):
-    """The terminal's signal ends `tee` too: what is said after it has no reader, and the checkpoint is written."""
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "pipe")
-    run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
-    run.log.touch()
-    run.until(lambda: logged(tmp_path) >= 2)
-    assert b"step 1/" in os.read(reader, 2**16)
-    os.close(reader)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.end(60) == 75
-    assert saved(tmp_path) == logged(tmp_path) >= 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("script, ranks, rollout", CASES)
 def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollout):
     """kill -9 after the save of step 3 of 6, of one rank: the same numbers, samples and weights at the end."""
@@ -182,26 +170,34 @@ def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["launcher", "one rank"])
+@pytest.mark.parametrize("whom", ["launcher", "one rank", "terminal"])
 def test_a_signal_with_two_ranks(tiny, tmp_path, whom):
-    """All ranks stop after the same step, and the launcher keeps the code."""
-    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "log")
+    """All ranks stop after the same step, and the launcher keeps the code; a terminal's Ctrl-C ends `| tee` before."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "pipe")
+    run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
+    run.log.touch()
     run.until(lambda: logged(tmp_path) >= 2)
-    os.kill(run.process.pid if whom == "launcher" else run.ranks()[1], signal.SIGTERM)
-    assert run.end(60) == 75, run.text()
-    assert saved(tmp_path) == logged(tmp_path) >= 2 and run.text().count("saving after this step") >= 1
+    assert b"step 1/" in os.read(reader, 2**16)
+    if whom == "terminal":
+        os.close(reader)
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        os.kill(run.process.pid if whom == "launcher" else run.ranks()[1], signal.SIGTERM)
+    assert run.end(60) == 75
+    assert saved(tmp_path) == logged(tmp_path) >= 2
 
 
 @pytest.mark.slow
-def test_other_moments_and_signals(tiny, tmp_path):
-    """SIGUSR2 prints stacks and the run goes on; a second signal ends at once; before the first step one is enough."""
+def test_a_second_signal_ends_at_once(tiny, tmp_path):
+    """Before the first step, as the stacks show; its samples take 5 seconds each to verify."""
     run = Run(command(tiny, tmp_path, *LONG, "--verifier", f"{VERIFIERS}:slow"), tmp_path / "log")
     run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
-    while "in evaluate" not in run.text():  # before the first step; its samples take 5 seconds each to verify
+    while "in evaluate" not in run.text():
         os.kill(run.process.pid, signal.SIGUSR2)
         time.sleep(1)
         assert run.process.poll() is None, run.text()
-    assert "most recent call first" in run.text()
     os.kill(run.process.pid, signal.SIGTERM)
     run.until(lambda: "saving after this step" in run.text(), 10)
     time.sleep(1.5)
@@ -209,8 +205,12 @@ def test_other_moments_and_signals(tiny, tmp_path):
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end(10) == 128 + signal.SIGTERM and time.monotonic() - begun < 3 + 10
     assert "again: ending now" in run.text()
-    run = Run(command(tiny, tmp_path / "early", *LONG), tmp_path / "early.log")
-    run.until(lambda: (tmp_path / "early" / "run").exists())  # it is about to import torch
+
+
+@pytest.mark.slow
+def test_a_signal_before_anything_is_loaded(tiny, tmp_path):
+    run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
+    run.until(lambda: (tmp_path / "run").exists())  # it is about to import torch
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end(60) == 75 and "nothing to save" in run.text(), run.text()
 
@@ -242,49 +242,32 @@ def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path):
     assert "in stuck" in run.text(), "the stack of the thread that stands still"
 
 
-SIGNAL_IN_EVALUATION = """
-from runtime.system import process
-process.prepare_environment()
-import os, signal, time
-import tyro
-import grpo
-import utils
+SAVES = "saving after this step and its evaluation"
 
-if __name__ == "__main__":  # the reward workers import this file
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "signal_at, total, steps, words",
+    [(1, 3, 1, SAVES), (5, 3, 2, SAVES), (5, 2, 2, "ending after the last evaluation")],
+    ids=["the first one", "one between steps", "the last one"],
+)
+def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, capfd, signal_at, total, steps, words):
+    """The evaluation ends, the step after it is saved (75), or the run is finished (0)."""
     plain, calls = utils.gather_samples, []
 
     def gather(samples):
         calls.append(1)
-        if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
+        if len(calls) == signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
         return plain(samples)
 
-    utils.gather_samples = gather
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int) -> list[str]:
-    """The command line of a run that evaluates after every step, with a signal to rank 0 in one of the gathers."""
-    monkeypatch.setenv("SIGNAL_AT", str(signal_at))
-    line = command(tiny, tmp_path, "--total_steps", str(steps), "--eval_every", "1", ranks=ranks)
-    return with_program(line, tmp_path, SIGNAL_IN_EVALUATION)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
-def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
-    """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
-    finished = moment == "the last one"
-    signal_at = 1 if moment == "the first evaluation" else 5
-    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2 if finished else 3, signal_at)
-    run = Run(line, tmp_path / "log")
-    assert run.end(600) == (0 if finished else 75), run.text()
-    words = "ending after the last evaluation" if finished else "saving after this step and its evaluation"
-    assert f"SIGTERM: {words}" in run.text()
+    monkeypatch.setattr(utils, "gather_samples", gather)
+    args = tiny_args(tiny, tmp_path, total_steps=total, eval_every=1, eval_prompts=4, run_name="run")
+    finished = steps == total
+    with contextlib.nullcontext() if finished else pytest.raises(SystemExit, match="75"):
+        run_here(args)
+    assert f"SIGTERM: {words}" in "".join(capfd.readouterr())
     assert logged(tmp_path) == steps
     assert saved(tmp_path) == (0 if finished else steps)
     assert (tmp_path / "run" / "model").exists() == finished

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import ROOT, folder_of, interrupted, record, run_here, tiny_args
 
+import grpo
 import utils
 from runtime.training import deepspeed_zero
 
@@ -106,8 +107,6 @@ def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, 
 @pytest.mark.integration
 def test_the_trainer_sleeps_while_the_engine_samples(tiny, tmp_path, monkeypatch):
     """From before the first push on: all kinds of states have left in each generation, and never without the flag."""
-    import grpo
-
     seen = []
     plain = grpo.Engine.ask
 
@@ -151,3 +150,24 @@ def test_parameters_in_cpu_memory_change_no_number(tiny, tmp_path):
         run_here(args)
         records.append(record(folder_of(args)))
     assert records[0] == records[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_the_trainer_leaves_it(tmp_path):
+    """Bytes that torch has allocated on the GPU fall to a twentieth, and the same numbers come back."""
+    args = grpo.Args(dtype="bfloat16", vllm_sleep="all")
+    accelerator = deepspeed_zero.make_accelerator(args, torch.bfloat16, torch.device("cuda", 0))
+    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(32)]).bfloat16().cuda()
+    policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
+    probe = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
+    deepspeed_zero.backward(policy, policy(probe).float().square().mean(), True)
+    expected = policy(probe)
+    before = torch.cuda.memory_allocated()
+    deepspeed_zero.leave_gpu([policy])
+    asleep = torch.cuda.memory_allocated()
+    deepspeed_zero.return_to_gpu([policy])
+    print(f"{before / 2**30:.2f} GiB awake, {asleep / 2**30:.2f} asleep")
+    assert asleep < before / 20
+    assert torch.equal(policy(probe), expected)
