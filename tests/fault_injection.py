@@ -7,8 +7,7 @@
     python tests/fault_injection.py --rollout vllm --dtype bfloat16
     python tests/fault_injection.py --only killed second_run          these faults alone
 
-Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
-tests/runs/test_faults.py uses. A run that ended as it should is started again, as a fork of this process, which has
+Faults come from outside (signals, damaged files, limits of the kernel) or by hooks in the script. A run that ended as it should is started again, as a fork of this process, which has
 imported everything. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
 to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
 """
@@ -38,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the t
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "studies"))
 
-import moved_clock
 import run_many
 import torch
 from helpers import (
@@ -62,7 +60,6 @@ from runtime.run import directory, run_files
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
 PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
-HOURS = 5 * 3600.0
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
@@ -232,7 +229,6 @@ class Soak:
         self.folder = self.out / "run"
         self.orders = place / "orders"
         self.orders.mkdir(exist_ok=True)
-        self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
         self.lives = 0
         self.went_back = 0
         self.lost: Counter = Counter()
@@ -263,7 +259,7 @@ class Soak:
         """The run without a fault."""
         log = self.place / "straight.log"
         run = Life(log, self.script, self.straight[2:], log)
-        assert run.process.wait(HOURS) == 0, run.text()
+        assert run.process.wait(10 * LIMIT) == 0, run.text()
 
     def until_or_end(self, condition: Callable[[], bool]) -> bool:
         """Wait for one of both; whether it was the end. Raises Finished where the exit code is 0."""
@@ -603,16 +599,6 @@ def tool_fails(how: str) -> Callable:
     return named(fault, how, f"{how.replace('_', ' ').capitalize()}. In one turn.")
 
 
-def clock_jumps(name: str, seconds: float) -> Callable:
-    """The clock of the run is another one, and stays so."""
-
-    def fault(soak: Soak) -> str:
-        soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
-        return goes_on(soak)
-
-    return named(fault, name, f"The clock jumps by {seconds / 3600:+.0f} hours.")
-
-
 ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all]
 ANY += [sigterm_twice, *DAMAGE, second_run, full_disk, stacks, paused, killed_verifier, killed_tracking, *ORDERED]
 
@@ -624,8 +610,6 @@ def possible(args: argparse.Namespace) -> list[Callable]:
         faults += OF_PUSHES
     if args.environment:
         faults += map(tool_fails, ("tool_raises", "tool_hangs", "tool_dies"))
-    if "CLOCK_FILE" in os.environ:
-        faults += [clock_jumps("clock_forward", HOURS), clock_jumps("clock_back", -HOURS)]
     return [fault for fault in faults if not args.only or fault.__name__ in args.only]
 
 
@@ -655,15 +639,6 @@ def soak(place: Path, args: argparse.Namespace) -> None:
     )
 
 
-def with_a_clock(place: Path) -> None:
-    """Start this program again with a clock that can be moved, where there is a compiler."""
-    if moved_clock.COMPILER is None or "CLOCK_FILE" in os.environ:
-        return
-    (place / "clock").write_text("0")
-    os.environ |= {"LD_PRELOAD": str(moved_clock.build(place)), "CLOCK_FILE": str(place / "clock")}
-    os.execv(sys.executable, [sys.executable, *sys.argv, "--out", str(place)])
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -680,7 +655,6 @@ def main() -> None:
     args = parser.parse_args()
     place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
     place.mkdir(parents=True, exist_ok=True)
-    with_a_clock(place)
     print(f"logs of every start in {place}", flush=True)
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
     torch.set_num_threads(1)  # bit for bit

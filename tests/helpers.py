@@ -618,30 +618,6 @@ def messages(text: str) -> list[str]:
     return kept
 
 
-# A run that stands still after its second step, and from then on may for 12 seconds: its start depends on the machine.
-STALLS = """
-from runtime.system import process, watchdog
-from runtime.run import logger
-process.prepare_environment()
-import sys, time
-import tyro
-import grpo
-import utils
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain = logger.RunLog.step
-
-    def stuck(self, metrics, *rest):
-        plain(self, metrics, *rest)
-        if metrics["step"] == 2 and self.is_main:
-            watchdog.Watch.current.limit = 12
-            time.sleep(3600)
-
-    logger.RunLog.step = stuck
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
 # A run whose vLLM raises once, in the middle of a step.
 RAISES = """
 from runtime.system import process

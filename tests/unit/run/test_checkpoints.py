@@ -61,7 +61,7 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     """Stopped after two of four steps, started again: the same numbers, samples and weights, bit for bit.
 
     Numbers drawn from the global generators are those that would have come. transformers' generate seeds torch before
-    every answer; Python's and NumPy's are nobody's but ours here.
+    every answer; Python's and NumPy's are nobody's but ours here. The wall clock of the second part is behind.
     """
     drawn: dict[str, list] = {"straight": [], "parts": []}
     plain = logger.RunLog.step
@@ -77,6 +77,8 @@ def test_a_resumed_run_equals_the_straight_one(tiny, tmp_path, monkeypatch, caps
     parts = tiny_args(tiny, tmp_path / "parts", script, **{**SMALL, **changes})
     folder = interrupted(parts, monkeypatch, after=2, script=script)
     assert len(read_jsonl(folder / "metrics.jsonl")) == 2 and not (folder / "model").exists()
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() - 5 * 3600)
     run_here(parts, script)
     assert "resuming after step 2" in capsys.readouterr().out
     expected, got = record(folder_of(straight, script)), record(folder)
