@@ -7,9 +7,9 @@
     python tests/fault_injection.py --rollout vllm --dtype bfloat16
     python tests/fault_injection.py --only killed second_run          these faults alone
 
-Faults come from outside (signals, damaged files, limits of the kernel) or by hooks in the script. A run that ended as it should is started again, as a fork of this process, which has
-imported everything. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
-to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
+Faults come from outside (signals, damaged files, limits of the kernel) or by hooks in the script. A run that ended as
+it should is started again, as a fork of this process, which has imported everything. A fault that costs a sample or an
+optimizer step says so in metrics.jsonl; the soak then goes back to the checkpoint before. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -78,22 +78,6 @@ def named(fault: Callable, name: str, what: str) -> Callable:
     return fault
 
 
-class Outbox:
-    """The engine's, which changes the samples that go through it by ``change(log-probs)``."""
-
-    def __init__(self, outbox, change: Callable[[list[float]], list[float]]):
-        self.outbox = outbox
-        self.change = change
-
-    def __getattr__(self, name: str):
-        return getattr(self.outbox, name)
-
-    def put(self, message: tuple) -> None:
-        if message[0] == "sample":
-            message = (*message[:4], self.change(message[4]), *message[5:])
-        self.outbox.put(message)
-
-
 def hook(script: ModuleType, orders: Path) -> None:
     """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
     from runtime.engine import client
@@ -123,12 +107,6 @@ def hook(script: ModuleType, orders: Path) -> None:
 
         return ask
 
-    def reports(plain: Callable) -> Callable:
-        def change(logprobs: list[float]) -> list[float]:
-            return [math.nan] * len(logprobs) if ordered("sampler_nan") else logprobs
-
-        return lambda *given: plain(*given[:-1], Outbox(given[-1], change))
-
     def half(weights: list, what: str):
         yield from weights[: len(weights) // 2]
         if what == "killed_in_a_push":
@@ -153,8 +131,6 @@ def hook(script: ModuleType, orders: Path) -> None:
 
     script.begin_turn = asks(script.begin_turn)
     script.utils._generate = asks(script.utils._generate)
-    script.vllm_thread = reports(script.vllm_thread)
-    script.utils.hf_thread = reports(script.utils.hf_thread)
     script.push_weights = push
     script.token_loss = token_loss
     logger.RunLog.step = step
@@ -448,15 +424,6 @@ def sigterm_to_all(soak: Soak) -> str:
     return signaled("SIGTERM")(soak)
 
 
-def sigterm_twice(soak: Soak) -> str:
-    """SIGTERM twice. The second one ends the run at once, unless it has saved meanwhile."""
-    os.kill(soak.run.process.pid, signal.SIGTERM)
-    time.sleep(1.3)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(soak.run.process.pid, signal.SIGTERM)
-    return f"ended with {soak.ends(75, 128 + signal.SIGTERM)}"
-
-
 def damaged(name: str, what: str, damage: Callable[[Path], object], words: str) -> Callable:
     """The run is killed, its newest checkpoint or what lies next to it is damaged, and the same command resumes."""
 
@@ -520,22 +487,6 @@ def full_disk(soak: Soak) -> str:
     return "no checkpoint, the run went on"
 
 
-def stacks(soak: Soak) -> str:
-    """SIGUSR2. To the run."""
-    words = soak.says("most recent call first")
-    os.kill(soak.run.process.pid, signal.SIGUSR2)
-    soak.until(words)
-    return "printed its stacks, went on"
-
-
-def paused(soak: Soak) -> str:
-    """The run stands still for a while. SIGSTOP, and SIGCONT three seconds later."""
-    os.kill(soak.run.process.pid, signal.SIGSTOP)
-    time.sleep(3)
-    os.kill(soak.run.process.pid, signal.SIGCONT)
-    return goes_on(soak)
-
-
 def killed_verifier(soak: Soak) -> str:
     """A verifier is killed. SIGKILL."""
     os.kill(soak.verifier(), signal.SIGKILL)
@@ -577,7 +528,6 @@ ORDERED = [
     ordered("engine_hangs", "The engine hangs", AGAIN),
     ordered("nan_loss", "One loss is NaN", "SKIPPED 1"),
     ordered("verifier_hangs", "A verifier that hangs", "killed after 10 s (--call_timeout)"),
-    ordered("sampler_nan", "Log-probs of the sampler are NaN", "log-probs are not finite", 1),
     ordered("stall", "The main thread hangs", "no progress on any rank for", 1),
 ]
 OF_PUSHES = [
@@ -599,8 +549,8 @@ def tool_fails(how: str) -> Callable:
     return named(fault, how, f"{how.replace('_', ' ').capitalize()}. In one turn.")
 
 
-ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all]
-ANY += [sigterm_twice, *DAMAGE, second_run, full_disk, stacks, paused, killed_verifier, killed_tracking, *ORDERED]
+ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all, *DAMAGE]
+ANY += [second_run, full_disk, killed_verifier, killed_tracking, *ORDERED]
 
 
 def possible(args: argparse.Namespace) -> list[Callable]:

@@ -579,6 +579,28 @@ def alone(check, *arguments) -> None:
     assert child.exitcode == 0, "the traceback of the check is in stderr"
 
 
+def answer(outbox) -> tuple:
+    """The next message of an engine's thread. Raises its error."""
+    message = outbox.get(timeout=180)
+    if message[0] == "error":
+        raise message[1]
+    return message
+
+
+def start_engine(script, args, stop_ids: list[int]) -> tuple:
+    """(inbox, outbox, thread) of an engine in fp32 that is ready, as main starts it."""
+    import torch
+
+    from runtime.system import watchdog
+
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    given = (args, torch.float32, 0, 1, stop_ids, inbox, outbox)
+    thread = threading.Thread(target=script.vllm_thread, args=given, daemon=True)
+    thread.start()
+    assert answer(outbox) == ("ready",)
+    return inbox, outbox, thread
+
+
 def end_engine(inbox, thread: threading.Thread) -> None:
     """End an engine's thread, and the process group that vLLM made or found: later runs of this process make their own.
 

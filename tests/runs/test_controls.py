@@ -1,13 +1,12 @@
 """--reward_control in whole runs: nothing of the reward is learned from.
 
-A run with a control ends with the very weights of a run without one, whose verifier or truths are what the control
-stands for. Both choose among samples by reward (--generation_size, --dynamic_sampling_rounds), as an advantage does.
+A run with a control ends with the very weights of a run without one, whose verifier is what the control stands for
+(tests/unit/test_rewards.py has shuffled truths). Both choose among samples by reward (--generation_size,
+--dynamic_sampling_rounds), as an advantage does.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import json
 
 import pytest
@@ -31,58 +30,25 @@ pytestmark = pytest.mark.slow
 def source(tmp_path):
     """Sums whose truths are of one to three digits, so that they can be told apart by the test's verifier."""
     rows = [{"question": f"{k} + {10 ** (k % 3)} = ?", "answer": str(10 ** (k % 3))} for k in range(PROBLEMS)]
-    return written(tmp_path / "problems.jsonl", rows)
-
-
-def written(file, rows):
+    file = tmp_path / "problems.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return file
 
 
-def with_other_truths(source, args, preflight):
-    """The problems as a file in which each has the truth that --reward_control shuffled judges it by."""
-    problems, *_ = preflight(args)
-    others = rewards.other_problems(problems, args.seed)
-    truths = {problem.row["question"]: others[id(problem)].truth for problem in problems}
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    changed = [row | {"answer": truths[row["question"]]} for row in rows]
-    assert changed != rows
-    return written(source.with_name("other_problems.jsonl"), changed)
-
-
-def weights_after(args, script: str) -> str:
+def weights_after(args, script: str) -> bytes:
     run_here(args, script)
-    digest = hashlib.sha256()
-    for file in sorted((folder_of(args, script) / "model").glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return (folder_of(args, script) / "model" / "model.safetensors").read_bytes()
 
 
-def with_control(control: str, tiny, source, out, script: str) -> str:
-    return weights_after(
-        tiny_args(tiny, out / "control", script, dataset=str(source), reward_control=control, **FLAGS), script
-    )
-
-
-def with_its_stand_in(control: str, tiny, source, out, script: str) -> str:
-    changes = {
-        "format": {"verifier": f"{VERIFIERS}:only_well_formed"},
-        "inverted": {"verifier": f"{VERIFIERS}:wrong"},
-        "shuffled": {},
-        "none": {},
-    }[control]
-    args = tiny_args(tiny, out / "stand_in", script, dataset=str(source), **FLAGS | changes)
-    if control == "shuffled":
-        args.dataset = str(with_other_truths(source, args, importlib.import_module(script).preflight))
-    return weights_after(args, script)
-
-
-@pytest.mark.parametrize("control", ["format", "inverted", "shuffled"])
+@pytest.mark.parametrize("control, verifier", [("format", "only_well_formed"), ("inverted", "wrong")])
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_a_control_trains_as_its_stand_in_does(control, script, tiny, source, tmp_path):
-    found = with_control(control, tiny, source, tmp_path, script)
-    assert found == with_its_stand_in(control, tiny, source, tmp_path, script)
-    assert found != with_its_stand_in("none", tiny, source, tmp_path / "plain", script)
+def test_a_control_trains_as_its_stand_in_does(control, verifier, script, tiny, source, tmp_path):
+    """And as no run without a control does."""
+    flags = FLAGS | {"dataset": str(source)}
+    found = weights_after(tiny_args(tiny, tmp_path / "control", script, reward_control=control, **flags), script)
+    stand_in = flags | {"verifier": f"{VERIFIERS}:{verifier}"}
+    assert found == weights_after(tiny_args(tiny, tmp_path / "stand_in", script, **stand_in), script)
+    assert found != weights_after(tiny_args(tiny, tmp_path / "plain", script, **flags), script)
 
 
 def test_random_rewards_are_learned_from_as_they_are_dealt(tiny, source, tmp_path, monkeypatch):

@@ -8,14 +8,13 @@ import itertools
 import json
 import re
 import shutil
-import threading
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import alone, command, end_engine, finish
+from helpers import alone, answer, command, end_engine, finish, start_engine
 
 import grpo
 import utils
@@ -30,14 +29,6 @@ LONG = [5 + 7 * i % 300 for i in range(70)]  # more than two cache blocks of 32
 PROMPTS = [LONG, LONG[:40], [9, 8, 7, 6, 5]]
 
 
-def answer(outbox) -> tuple:
-    """The next message of an engine's thread. Raises its error."""
-    message = outbox.get(timeout=180)
-    if message[0] == "error":
-        raise message[1]
-    return message
-
-
 def start(tiny, **settings) -> tuple:
     """The thread's queues, as main starts it, the trainer's copy of the model, the arguments, and the thread."""
     from transformers import AutoModelForCausalLM
@@ -45,11 +36,7 @@ def start(tiny, **settings) -> tuple:
     settings = json.dumps({"kv_cache_memory_bytes": 107374182, **settings})
     args = grpo.Args(model_name_or_path=str(tiny), dtype="float32", max_response_length=24, vllm_args=settings)
     args.stop_strings = ("</s>",)  # no request asks for it, but with a stop string the engine has a tokenizer
-    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
-    given = (args, torch.float32, 0, 1, [EOS], inbox, outbox)
-    thread = threading.Thread(target=grpo.vllm_thread, args=given, daemon=True)
-    thread.start()
-    assert answer(outbox) == ("ready",)
+    inbox, outbox, thread = start_engine(grpo, args, [EOS])
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
     return inbox, outbox, model, args, thread
 
@@ -404,7 +391,7 @@ SIZES = {
 }
 
 
-def start_engine(folder, model_type: str, fields: dict):
+def load_engine(folder, model_type: str, fields: dict):
     """A vLLM engine on a random model in ``folder``, and the trainer's copy of the model, loaded as a run loads it."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from vllm import LLM
@@ -455,7 +442,7 @@ def test_a_push_that_misses_parameters_is_an_error(tmp_path, check):
 
 
 def check_missing_parameters(tmp_path) -> None:
-    llm, model = start_engine(tmp_path, "qwen2", {"tie_word_embeddings": True})
+    llm, model = load_engine(tmp_path, "qwen2", {"tie_word_embeddings": True})
     weights = weights_for_engine(model)
     push_weights(llm, weights)
     for left_out, named in (
@@ -475,7 +462,7 @@ def check_missing_parameters(tmp_path) -> None:
 def check_refused_push(tmp_path) -> None:
     """vLLM loads the experts of gpt-oss past its own bookkeeping, and a reload loses them."""
     fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64}
-    llm, model = start_engine(tmp_path, "gpt_oss", fields)
+    llm, model = load_engine(tmp_path, "gpt_oss", fields)
     with pytest.raises(RuntimeError, match="push did not reach 10 parameters") as error:
         push_weights(llm, weights_for_engine(model))
     assert "experts" in str(error.value)

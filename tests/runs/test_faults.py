@@ -1,6 +1,6 @@
 """Faults of a run that tests/fault_injection.py does not meet: how it ends or continues, and that it names the cause.
 
-Bad input is in tests/unit, broken engines in test_broken_engines.py, ranks and signals in test_interruptions.py, nodes
+Bad input and bad verifiers are in tests/unit, broken engines in test_broken_engines.py, ranks and signals in test_interruptions.py, nodes
 in tests/launch/test_two_nodes.py.
 """
 
@@ -181,24 +181,6 @@ def test_a_tokenizer_without_padding(tiny, tmp_path):
         if (file := model / name).exists():
             file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "pad_token"}))
     assert len(run_here(tiny_args(model, tmp_path / "runs", **SMALL))) == 2
-
-
-@SLOW
-@pytest.mark.parametrize(
-    "verifier, words, metric",
-    [
-        ("hangs", "killed after 1 s (--call_timeout)", "reward/timeouts"),
-        ("dies", "the worker died", "reward/errors"),
-        ("exits_on_a_response", "SystemExit: 0", "reward/unscorable"),
-        ("takes_memory", "first crash of a verification", "reward/errors"),
-        ("not_a_reward_of_a_response", "returned str, not a number", "reward/unscorable"),
-    ],
-)
-def test_verifiers_that_cost_a_sample(tiny, tmp_path, capfd, verifier, words, metric):
-    sizes = {"num_unique_prompts_rollout": 1, "num_samples_per_prompt_rollout": 2, "total_steps": 1, "call_timeout": 1}
-    metrics = run_here(tiny_args(tiny, tmp_path, verifier=f"{VERIFIERS}:{verifier}", **sizes))
-    assert metrics[0][metric] == 2
-    assert words in "".join(capfd.readouterr())
 
 
 # ------------------------------------------------------------------------------------------------- processes and vLLM

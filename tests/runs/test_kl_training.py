@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import kl_demo
 import matplotlib
 import mutations
@@ -90,13 +87,6 @@ def test_without_a_reward_only_k1_drifts():
     assert 5 < k1[2] / k1[1] < 20 and 5 < k1[1] / k1[0] < 20
     assert torch.stack([k2, k3, unbiased]).abs().max() < 1e-6
     assert (k4 > 1e-3).all() and (k4[1:] < 0.2 * k1[1:]).all()  # noise at the reference, but a pull back to it
-
-
-@pytest.mark.slow
-def test_demonstration(tmp_path):
-    line = [sys.executable, str(ROOT / "studies" / "kl_demo.py"), "--output", str(tmp_path / "kl.png")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0 and "PASS" in done.stdout and (tmp_path / "kl.png").stat().st_size > 10_000, done
 
 
 @pytest.mark.parametrize(("what", "file", "text"), [mutation[:3] for mutation in mutations.MUTATIONS])
