@@ -40,13 +40,12 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "studies"))
 import run_many
 import torch
 from helpers import (
+    DAMAGE,
     ROOT,
     Run,
     alive,
     command,
     descendants,
-    engine_file,
-    flip,
     go_back,
     logged,
     make_chatty,
@@ -302,10 +301,6 @@ class Soak:
         """Have the program around the script do this, once."""
         (self.orders / fault).touch()
 
-    def has_two_checkpoints(self) -> bool:
-        """Return True if there is a checkpoint to fall back on."""
-        return len(directory.saved_steps(self.folder)) > 1
-
     def resumes(self, words: str) -> str:
         """Start again after damage, which must be named."""
         self.start()
@@ -424,40 +419,26 @@ def sigterm_to_all(soak: Soak) -> str:
     return signaled("SIGTERM")(soak)
 
 
-def damaged(name: str, what: str, damage: Callable[[Path], object], words: str) -> Callable:
+def damaged(kind: str) -> Callable:
     """The run is killed, its newest checkpoint or what lies next to it is damaged, and the same command resumes."""
 
     def fault(soak: Soak) -> str:
-        soak.until(soak.has_two_checkpoints)
+        damage, words, _ = DAMAGE[kind]
+        soak.until(lambda: len(directory.saved_steps(soak.folder)) > 1)
         soak.kill()
         damage(directory.saved_steps(soak.folder)[-1][1])
         return soak.resumes(words)
 
-    return named(fault, name, f"{what}. In the newest checkpoint of a killed run.")
+    return named(fault, kind.replace(" ", "_"), f"{kind.capitalize()}. In the newest checkpoint of a killed run.")
 
 
-def tear_logs(checkpoint: Path) -> None:
-    """Leave half a line at the end of each log."""
+def torn_logs(soak: Soak) -> str:
+    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
+    soak.kill()
     for name in ("metrics.jsonl", "samples.jsonl"):
-        with open(checkpoint.parent.parent / name, "a") as file:
+        with open(soak.folder / name, "a") as file:
             file.write('{"step": 9999, "rew')
-
-
-def leave_a_save(checkpoint: Path) -> None:
-    """Leave a save that was not finished."""
-    leftover = checkpoint.with_name("step_009999.partial")
-    leftover.mkdir()
-    (leftover / "state.json").write_text('{"step": 9999')
-
-
-DAMAGE = [
-    damaged("flipped_bit", "A flipped bit", lambda c: flip(engine_file(c)), "has changed since it was written"),
-    damaged("short_file", "A file cut off", lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not"),
-    damaged("no_manifest", "No manifest", lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
-    damaged("empty_latest", "Empty latest", lambda c: (c.parent / "latest").write_text(""), "does not name step_"),
-    damaged("torn_logs", "Torn lines in the logs", tear_logs, "resuming after step"),
-    damaged("leftover_save", "An unfinished save", leave_a_save, "the save was not finished"),
-]
+    return soak.resumes("resuming after step")
 
 
 def second_run(soak: Soak) -> str:
@@ -549,8 +530,8 @@ def tool_fails(how: str) -> Callable:
     return named(fault, how, f"{how.replace('_', ' ').capitalize()}. In one turn.")
 
 
-ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all, *DAMAGE]
-ANY += [second_run, full_disk, killed_verifier, killed_tracking, *ORDERED]
+ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all]
+ANY += [*map(damaged, DAMAGE), torn_logs, second_run, full_disk, killed_verifier, killed_tracking, *ORDERED]
 
 
 def possible(args: argparse.Namespace) -> list[Callable]:

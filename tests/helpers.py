@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -362,6 +363,24 @@ def flip(path: Path) -> None:
 
 def engine_file(checkpoint: Path) -> Path:
     return next((checkpoint / "policy").glob("*optim_states.pt"))
+
+
+def rewrite(path: Path, change: Callable[[str], str]) -> None:
+    path.write_text(change(path.read_text()))
+
+
+# Kind -> (what is done to the newest checkpoint, what a resume says of it, whether the one before is taken).
+DAMAGE = {
+    "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written", True),
+    "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not", True),
+    "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing", True),
+    "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing", True),
+    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read", True),
+    "a changed state": (lambda c: rewrite(c / "state.json", "{} ".format), "state.json has changed", True),
+    "an unfinished save": (lambda c: c.rename(c.with_name(c.name + ".partial")), "the save was not finished", True),
+    "an empty latest": (lambda c: rewrite(c.parent / "latest", lambda _: ""), "does not name step_", False),
+    "no latest": (lambda c: (c.parent / "latest").unlink(), "does not name step_", False),
+}
 
 
 def refusal(args, capsys, world_size: int = 1) -> str:

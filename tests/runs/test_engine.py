@@ -179,19 +179,6 @@ def test_ends(engine):
     push(engine, list(engine[2].state_dict().items()))
 
 
-def test_a_kept_prefix_cache_is_an_error():
-    class Stubborn:
-        def collective_rpc(self, method, args):
-            assert method is reload_worker and args == ([],)
-            return [[]]
-
-        def reset_prefix_cache(self, reset_running_requests):
-            return False
-
-    with pytest.raises(RuntimeError, match="prefix cache"):
-        push_weights(Stubborn(), [])
-
-
 @pytest.mark.integration
 def test_what_fails_in_the_thread_is_handed_over(tiny, tmp_path):
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
@@ -427,9 +414,9 @@ def engine_mismatch(llm, model) -> float:
     params = SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False, seed=1)
     answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
     samples = {}
-    for place, answer in enumerate(answers):
-        ids = list(answer.outputs[0].token_ids)
-        logprobs = [step[token].logprob for step, token in zip(answer.outputs[0].logprobs, ids, strict=True)]
+    for place, found in enumerate(answers):
+        ids = list(found.outputs[0].token_ids)
+        logprobs = [step[token].logprob for step, token in zip(found.outputs[0].logprobs, ids, strict=True)]
         samples[place] = Sample(place, 0, PROMPTS[place], ids, logprobs, "length", [])
     return mismatch(model, samples, temperature=1.0)
 
@@ -470,24 +457,34 @@ def check_refused_push(tmp_path) -> None:
 
 @pytest.mark.integration
 def test_the_gpu_has_finished_when_weights_change_hands(monkeypatch, tiny_model):
-    """Before the weights are handed out, and before their arrival is acknowledged; nothing of it without a GPU."""
+    """Before the weights are handed out, and before their arrival is acknowledged; nothing of it without a GPU.
+
+    A prefix cache that the engine keeps is an error.
+    """
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
 
     class Engine:
+        drops = True
+
         def collective_rpc(self, method, args):
+            assert method is reload_worker
             calls.append("load")
             return [[]]
 
         def reset_prefix_cache(self, reset_running_requests):
-            return True
+            return self.drops
 
-    push_weights(Engine(), weights_for_engine(tiny_model))
+    engine = Engine()
+    push_weights(engine, weights_for_engine(tiny_model))
     assert calls == ["load"]
     calls.clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    push_weights(Engine(), weights_for_engine(tiny_model))
+    push_weights(engine, weights_for_engine(tiny_model))
     assert calls == ["synchronize", "load", "synchronize"]
+    engine.drops = False
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        push_weights(engine, [])
 
 
 @pytest.mark.slow

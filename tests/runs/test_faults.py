@@ -1,7 +1,7 @@
 """Faults of a run that tests/fault_injection.py does not meet: how it ends or continues, and that it names the cause.
 
-Bad input and bad verifiers are in tests/unit, broken engines in test_broken_engines.py, ranks and signals in test_interruptions.py, nodes
-in tests/launch/test_two_nodes.py.
+Bad input and bad verifiers are in tests/unit, broken engines in test_broken_engines.py, ranks and signals in
+test_interruptions.py, nodes in tests/launch/test_two_nodes.py.
 """
 
 from __future__ import annotations
