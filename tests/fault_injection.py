@@ -70,13 +70,6 @@ class Missed(Exception):
     """A fault met nobody: what it is aimed at is gone, or has no work."""
 
 
-def named(fault: Callable, name: str, what: str) -> Callable:
-    """The fault with a name for --only, and what is printed of it up to the first full stop."""
-    fault.__name__ = name
-    fault.__doc__ = what
-    return fault
-
-
 def hook(script: ModuleType, orders: Path) -> None:
     """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
     from runtime.engine import client
@@ -336,10 +329,10 @@ class Soak:
         print(f"step {first:4d}  lost a sample or a step: back to {earlier[-1] if earlier else 0}", flush=True)
         return True
 
-    def meet(self, faults: list[Callable], count: int) -> Counter:
+    def meet(self, faults: dict[str, Callable], count: int) -> Counter:
         """Run to the end, through ``count`` faults or as many as come; how often each kind was met."""
         met: Counter = Counter()
-        deck: list[Callable] = []
+        deck: list[str] = []
         self.start()
         target = 2
         while True:
@@ -349,13 +342,12 @@ class Soak:
                     self.start()
                     continue
                 if not deck:
-                    deck = self.random.sample(faults, len(faults))
-                fault = deck.pop()
+                    deck = self.random.sample(list(faults), len(faults))
+                name = deck.pop()
                 step = self.step()
                 begun = time.monotonic()
-                name = fault.__doc__.partition(".")[0]
                 try:
-                    how = fault(self)
+                    how = faults[name](self)
                     met[name] += 1
                 except Missed:
                     how = "met nobody"
@@ -409,36 +401,33 @@ def signaled(name: str) -> Callable:
         assert saved(soak.out) == soak.step()
         return "saved, ended with 75"
 
-    return named(fault, name.lower(), f"{name}. To the run.")
+    return fault
 
 
 def sigterm_to_all(soak: Soak) -> str:
-    """SIGTERM to every process. To verifiers and wandb as well, as a batch system does."""
+    """SIGTERM to verifiers and wandb as well, as a batch system does."""
     for pid in soak.processes(b""):
         os.kill(pid, signal.SIGTERM)
     return signaled("SIGTERM")(soak)
 
 
-def damaged(kind: str) -> Callable:
+def damaged(damage: Callable[[Path], object], words: str) -> Callable:
     """The run is killed, its newest checkpoint or what lies next to it is damaged, and the same command resumes."""
 
     def fault(soak: Soak) -> str:
-        damage, words, _ = DAMAGE[kind]
         soak.until(lambda: len(directory.saved_steps(soak.folder)) > 1)
         soak.kill()
         damage(directory.saved_steps(soak.folder)[-1][1])
         return soak.resumes(words)
 
-    return named(fault, kind.replace(" ", "_"), f"{kind.capitalize()}. In the newest checkpoint of a killed run.")
+    return fault
 
 
-def torn_logs(soak: Soak) -> str:
-    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
-    soak.kill()
+def tear_logs(checkpoint: Path) -> None:
+    """Leave half a line at the end of each log."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        with open(soak.folder / name, "a") as file:
+        with open(checkpoint.parent.parent / name, "a") as file:
             file.write('{"step": 9999, "rew')
-    return soak.resumes("resuming after step")
 
 
 def second_run(soak: Soak) -> str:
@@ -486,7 +475,7 @@ def killed_tracking(soak: Soak) -> str:
     return "said so, went on"
 
 
-def ordered(name: str, what: str, words: str, code: int = 0) -> Callable:
+def ordered(name: str, words: str, code: int = 0) -> Callable:
     """A hook does it (``hook``): the run says ``words`` and goes on, or ends with ``code``."""
 
     def fault(soak: Soak) -> str:
@@ -499,22 +488,7 @@ def ordered(name: str, what: str, words: str, code: int = 0) -> Callable:
         soak.until(says)
         return f"went on, and said: {words}"
 
-    return named(fault, name, f"{what}.")
-
-
-AGAIN = "its engine is restarted"
-ORDERED = [
-    ordered("engine_raises", "The engine raises", AGAIN),
-    ordered("engine_dies", "The engine dies", AGAIN),
-    ordered("engine_hangs", "The engine hangs", AGAIN),
-    ordered("nan_loss", "One loss is NaN", "SKIPPED 1"),
-    ordered("verifier_hangs", "A verifier that hangs", "killed after 10 s (--call_timeout)"),
-    ordered("stall", "The main thread hangs", "no progress on any rank for", 1),
-]
-OF_PUSHES = [
-    ordered("push_raises", "The engine raises in the middle of a push", AGAIN),
-    ordered("killed_in_a_push", "The run is killed in the middle of a push", "", -signal.SIGKILL),
-]
+    return fault
 
 
 def tool_fails(how: str) -> Callable:
@@ -527,21 +501,35 @@ def tool_fails(how: str) -> Callable:
         soak.until(lambda: any(row["env/failures"] > 0 for row in run_files.records(file) if row["step"] > step))
         return "the model was told, the run went on"
 
-    return named(fault, how, f"{how.replace('_', ' ').capitalize()}. In one turn.")
+    return fault
 
 
-ANY = [killed, killed_in_a_save, *map(signaled, ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")), sigterm_to_all]
-ANY += [*map(damaged, DAMAGE), torn_logs, second_run, full_disk, killed_verifier, killed_tracking, *ORDERED]
+AGAIN = "its engine is restarted"
+ORDERS = {  # what a run says of a hook, and the code that it ends with, if it does
+    "engine_raises": (AGAIN,),
+    "engine_dies": (AGAIN,),
+    "engine_hangs": (AGAIN,),
+    "nan_loss": ("SKIPPED 1",),
+    "verifier_hangs": ("killed after 10 s (--call_timeout)",),
+    "stall": ("no progress on any rank for", 1),
+}
+ANYWHERE = [killed, killed_in_a_save, sigterm_to_all, second_run, full_disk, killed_verifier, killed_tracking]
+FAULTS = {fault.__name__: fault for fault in ANYWHERE}
+FAULTS |= {name: signaled(name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")}
+FAULTS |= {kind: damaged(damage, words) for kind, (damage, words, _) in DAMAGE.items()}
+FAULTS |= {"torn lines in the logs": damaged(tear_logs, "resuming after step")}
+FAULTS |= {name: ordered(name, *answer) for name, answer in ORDERS.items()}
+PUSHES = {"push_raises": (AGAIN,), "killed_in_a_push": ("", -signal.SIGKILL)}  # with half of the weights in the engine
 
 
-def possible(args: argparse.Namespace) -> list[Callable]:
-    """The faults that can happen on this machine to such a run."""
-    faults = list(ANY)
+def possible(args: argparse.Namespace) -> dict[str, Callable]:
+    """The faults that can happen to such a run."""
+    faults = dict(FAULTS)
     if args.rollout == "vllm":
-        faults += OF_PUSHES
+        faults |= {name: ordered(name, *answer) for name, answer in PUSHES.items()}
     if args.environment:
-        faults += map(tool_fails, ("tool_raises", "tool_hangs", "tool_dies"))
-    return [fault for fault in faults if not args.only or fault.__name__ in args.only]
+        faults |= {how: tool_fails(how) for how in ("tool_raises", "tool_hangs", "tool_dies")}
+    return {name: fault for name, fault in faults.items() if not args.only or name in args.only}
 
 
 def soak(place: Path, args: argparse.Namespace) -> None:

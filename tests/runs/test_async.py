@@ -171,7 +171,10 @@ def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(m
     assert len([next(arrivals) for _ in range(4)]) == 4
     state["fails"] = False
     script.received.clear()
+    before = engine.outbox
     rest = keys(arrivals)
+    assert before.abandoned and not engine.outbox.abandoned, "the engine before, which may still work, is let go"
+    assert engine.spare == []
     assert rest == [(2, 0), (2, 1)] and script.lives == 2
     kinds = [(m[0], m[1]) for m in script.received]
     assert kinds == [("weights", 5), ("generate", 0), ("generate", 1), ("until", 0)]

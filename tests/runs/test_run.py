@@ -60,16 +60,9 @@ def own_flags(script: str) -> dict:
 )
 def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
     """Two steps of two optimizer steps each; all estimators are logged whatever the switch says."""
-    args = tiny_args(
-        *(tiny, tmp_path),
-        beta=0.1,
-        kl_placement=placement,
-        kl_estimator=estimator,
-        kl_gradient=gradient,
-        num_mini_batches=2,
-        learning_rate=1e-3,
-        filter_zero_std_samples=False,
-    )
+    changes = {"beta": 0.1, "kl_placement": placement, "kl_estimator": estimator, "kl_gradient": gradient}
+    changes |= {"num_mini_batches": 2, "learning_rate": 1e-3, "filter_zero_std_samples": False}
+    args = tiny_args(tiny, tmp_path, **changes)
     first, second = run_here(args)
     assert second["kl/k3"] > 1e-5 and second["kl/k2"] > 1e-5 and second["kl/abs"] > 1e-3
     assert all(v == v for m in (first, second) for v in m.values())
@@ -89,14 +82,8 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
         return token_loss(t, *rest)
 
     monkeypatch.setattr(grpo, "token_loss", spy)
-    args = tiny_args(
-        *(tiny, tmp_path),
-        beta=0.5,
-        kl_placement="reward",
-        kl_reward_estimator=estimator,
-        kl_reward_norm=norm,
-        **TABLE,
-    )
+    changes = {"beta": 0.5, "kl_placement": "reward", "kl_reward_estimator": estimator, "kl_reward_norm": norm}
+    args = tiny_args(tiny, tmp_path, **changes, **TABLE)
     run_here(args)
     advantages, d, log_ratio = seen[-1]
     assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
@@ -130,16 +117,9 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
     plain_push, pushes = module.Engine.push, itertools.count()
     monkeypatch.setattr(module, "token_loss", spy)
     monkeypatch.setattr(module.Engine, "push", lambda *a: plain_push(*a) if next(pushes) == 0 else None)
-    args = tiny_args(
-        *(tiny, tmp_path, script),
-        beta=0.5,
-        kl_placement="reward",
-        kl_estimator="k1",
-        truncated_importance_sampling_ratio_cap=2.0,
-        max_logprob_diff=0.0,
-        **TABLE,
-        **own_flags(script),
-    )
+    changes = {"beta": 0.5, "kl_placement": "reward", "kl_estimator": "k1"}
+    changes |= {"truncated_importance_sampling_ratio_cap": 2.0, "max_logprob_diff": 0.0}
+    args = tiny_args(tiny, tmp_path, script, **changes, **TABLE, **own_flags(script))
     run_here(args, script)
     advantages, d, d_of_sampler = seen[-1]
     rows = [s for s in read_jsonl(folder_of(args, script) / "samples.jsonl") if s["step"] == 2]
@@ -162,17 +142,9 @@ def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp
         return loss, pieces
 
     monkeypatch.setattr(module, "token_loss", spy)
-    args = tiny_args(
-        *(tiny, tmp_path, script),
-        beta=0.3,
-        kl_placement="both",
-        kl_estimator="k2",
-        kl_gradient="naive",
-        kl_reward_coef=0.5,
-        kl_reward_estimator="k1",
-        **TABLE,
-        **own_flags(script),
-    )
+    changes = {"beta": 0.3, "kl_placement": "both", "kl_estimator": "k2", "kl_gradient": "naive"}
+    changes |= {"kl_reward_coef": 0.5, "kl_reward_estimator": "k1"}
+    args = tiny_args(tiny, tmp_path, script, **changes, **TABLE, **own_flags(script))
     first, second = run_here(args, script)
     advantages, d, kl_part = seen[-1]
     torch.testing.assert_close(kl_part, 0.3 * d**2 / 2, rtol=1e-3, atol=1e-6)
@@ -295,17 +267,10 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
         return plain(rewards, *options)
 
     monkeypatch.setattr(grpo, "group_advantages", watched)
-    args = tiny_args(
-        *(tiny, tmp_path),
-        beta=0.5,
-        kl_placement="reward",
-        kl_estimator="k1",
-        kl_reward_norm="before_norm",
-        learning_rate=1e-2,
-        mask_truncated_completions=True,
-        max_response_length=24,
-        log_samples=16,
-    )
+    changes = {"beta": 0.5, "kl_placement": "reward", "kl_estimator": "k1", "kl_reward_norm": "before_norm"}
+    changes |= {"learning_rate": 1e-2, "mask_truncated_completions": True, "max_response_length": 24}
+    changes |= {"log_samples": 16}
+    args = tiny_args(tiny, tmp_path, **changes)
     run_here(args)
     folder = folder_of(args)
     truncated = [s["finish_reason"] == "length" for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
@@ -390,34 +355,15 @@ def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
 
 @pytest.mark.integration
 def test_many_switches_at_once(tiny, tmp_path):
-    args = tiny_args(
-        *(tiny, tmp_path),
-        eval_prompts=4,
-        beta=0.05,
-        kl_target=(1e-6, 50.0),
-        ref_policy_update=(1, 0.5),
-        num_epochs=2,
-        num_mini_batches=2,
-        entropy_coef=0.01,
-        clip_ratio_c=3.0,
-        truncated_importance_sampling_ratio_cap=2.0,
-        mask_truncated_completions=True,
-        loss_norm="sequence",
-        advantage_normalization_type="leave_one_out",
-        batch_layout="packed",
-        gradient_checkpointing=True,
-        learning_rate=1e-3,
-        total_episodes=48,
-        eval_every=1,
-        save_every=2,
-        kl_placement="both",
-        kl_reward_norm="before_norm",
-        offload=("ref",),
-        temperature=0.9,
-        attn_implementation="sdpa",
-        max_response_length=24,
-        ignore_eos=False,
-    )
+    changes = {"eval_prompts": 4, "beta": 0.05, "kl_target": (1e-6, 50.0), "ref_policy_update": (1, 0.5)}
+    changes |= {"num_epochs": 2, "num_mini_batches": 2, "entropy_coef": 0.01, "clip_ratio_c": 3.0}
+    changes |= {"truncated_importance_sampling_ratio_cap": 2.0, "mask_truncated_completions": True}
+    changes |= {"loss_norm": "sequence", "advantage_normalization_type": "leave_one_out"}
+    changes |= {"batch_layout": "packed", "gradient_checkpointing": True, "learning_rate": 1e-3}
+    changes |= {"total_episodes": 48, "eval_every": 1, "save_every": 2, "kl_placement": "both"}
+    changes |= {"kl_reward_norm": "before_norm", "offload": ("ref",), "temperature": 0.9}
+    changes |= {"attn_implementation": "sdpa", "max_response_length": 24, "ignore_eos": False}
+    args = tiny_args(tiny, tmp_path, **changes)
     metrics = run_here(args)
     folder = folder_of(args)
     assert [m["episode"] for m in metrics] == [16, 32, 48]

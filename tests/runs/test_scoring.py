@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import psutil
 import pytest
-from helpers import ROOT, end_engine
+from helpers import ROOT, answer, end_engine, start_engine
 
 import grpo
 from rewards import RewardPool, truth_error
 from runtime.data import problem_set, rendering
-from runtime.system import watchdog
 
 
 @pytest.mark.slow
@@ -32,16 +30,7 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
     _, dtype, attention = pretrained.resolve_device(args)
     stop_ids = pretrained.stop_token_ids(pretrained.load_model(args, dtype, attention), tokenizer)
     pool = RewardPool(1, args.call_timeout, {p.verifier for p in problems})
-    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
-    thread = threading.Thread(target=grpo.vllm_thread, args=(args, dtype, 0, 1, stop_ids, inbox, outbox), daemon=True)
-    thread.start()
-
-    def receive() -> tuple:
-        message = outbox.get(timeout=120)
-        if message[0] == "error":
-            raise message[1]
-        return message
-
+    inbox, outbox, thread = start_engine(grpo, args, stop_ids, dtype)
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "stop": [], "ignore_eos": False}
     sampling["max_tokens"] = args.max_response_length
     group = args.num_samples_per_prompt_rollout
@@ -57,14 +46,13 @@ def test_scoring_adds_less_than_five_percent(monkeypatch, tmp_path):
         before, futures = spent(), []
         inbox.put(("generate", 0, wanted, sampling))
         for _ in wanted:
-            _, _, (place, _), ids, *_ = receive()
+            _, _, (place, _), ids, *_ = answer(outbox)
             problem = problems[place]
             said = tokenizer.decode(ids, skip_special_tokens=True)
             futures.append(pool.submit(problem.verifier, said, problem.truth, problem.row))
         assert [pool.result(future).status for future in futures] == ["ok"] * len(wanted)
         return [now - then for now, then in zip(spent(), before, strict=True)]
 
-    receive()
     generate()  # the first use of each allocates
     verifiers, thread_of_this, process = generate()
     end_engine(inbox, thread)

@@ -598,21 +598,6 @@ def test_an_engine_keeps_what_it_was_pushed_to_be_built_again(restarts, copies):
     assert not copies or places[0] == places[1]
 
 
-def test_an_engine_that_is_built_again_is_told_all_that_is_open():
-    """The last weights, whole batches, and what is waited for; the engine before, which may still work, is let go."""
-    engine = object.__new__(Engine)
-    requests = [((0, 0), [1], 2), ((0, 1), [1], 3)]
-    batch = SimpleNamespace(number=7, requests=requests, sampling=SAMPLING, unfinished={(0, 1)})
-    vars(engine).update(version=4, weights=["w"], spare=["w"], batches={7: batch})
-    engine.outbox = before = watchdog.Mailbox()
-    engine.start = lambda: vars(engine).update(inbox=watchdog.Mailbox(), outbox=watchdog.Mailbox())
-    engine.restart(("until", 7))
-    assert before.abandoned and not engine.outbox.abandoned
-    asked = ("generate", 7, requests, SAMPLING)
-    assert list(engine.inbox.queue) == [("weights", 4, ["w"]), asked, ("until", 7)]
-    assert batch.unfinished == {(0, 0), (0, 1)} and engine.spare == []
-
-
 @SCRIPTS
 def test_what_the_script_gives_vllm_is_refused_beside_it(script):
     """Every keyword of the call, but for those that --vllm_args may change; all are arguments that vLLM has."""
