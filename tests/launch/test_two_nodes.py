@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT, command, finish, go_back, record
-from safetensors.torch import load_file, save_file
 from two_nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 missing = reason_for_none()
@@ -110,26 +109,17 @@ def test_a_run_that_is_finished_on_the_disk_of_one_node(finished, tiny, tmp_path
     assert f"--output_dir {NOT_SHARED}; {REMEDY}" in said[0]
 
 
-@pytest.mark.parametrize("what, name", [("code", "file utils.py"), ("model", "digest of --model_name_or_path")])
-def test_a_part_that_is_another_on_each_disk(tiny, tmp_path, what, name):
-    """Under one path: without a comparison node 1 would train by other code, or against another reference."""
+def test_a_part_that_is_another_on_each_disk(tiny, tmp_path):
+    """Under one path: without a comparison node 1 would train by other code; test_agreement.py has all parts."""
     part, other = ROOT / "utils.py", tmp_path / "other"
-    words = ()
-    if what == "code":
-        other.write_text(part.read_text() + "# edited on one node\n")
-    else:
-        part = shutil.copytree(tiny, tmp_path / "part")
-        shutil.copytree(tiny, other)
-        weights = {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()}
-        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-        words = ("--model_name_or_path", str(part))
+    other.write_text(part.read_text() + "# edited on one node\n")
     with Nodes() as nodes:
         mount = f"mount --bind {other} {part}"
-        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, *words, on_node_1=mount)
+        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=mount)
         ends(runs, 120)
         assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
     for run in runs:
-        assert f"the ranks of this launch differ: {name} is" in run.text(), run.text()
+        assert "the ranks of this launch differ: file utils.py is" in run.text(), run.text()
         assert "start all ranks with the same command, code, packages, models and data" in run.text()
 
 

@@ -29,12 +29,6 @@ def test_plans_follow_from_their_numbers_and_reach_every_kind():
     assert {"environment", "vLLM", "asynchronous", "two ranks", "resumed", "other ranks after resuming", "KL"} <= kinds
 
 
-def test_a_table_names_each_disagreement():
-    line = {"number": 3, "kinds": ["all"], "agrees": False, "reason": "loss: not explained", "errors": {"loss": 0.5}}
-    text = random_runs.table([line, line | {"number": 4, "agrees": True, "errors": {"loss": 1e-6}}])
-    assert "| all | 2 | 1 |" in text and "run 3: loss: not explained" in text and "| loss | 1e-04 | 1.0e-06 |" in text
-
-
 @pytest.mark.slow
 def test_random_runs_agree_with_double_precision(tmp_path):
     code, lines = compared(tmp_path / "runs.jsonl", "--runs", "10", "--seed", "2")
