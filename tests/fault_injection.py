@@ -59,6 +59,7 @@ from runtime.run import directory, run_files
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
 PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
+COSTS = ("reward/errors", "reward/timeouts", "reward/unscorable", "optim/skipped", "env/failures")
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
@@ -253,9 +254,9 @@ class Soak:
         before = self.run.text().count(words)
         return lambda: self.run.text().count(words) > before
 
-    def ends(self, *codes: int, limit: float = LIMIT) -> int:
+    def ends(self, *codes: int) -> int:
         """Wait for the end of the run, with one of these exit codes; any but 0 and 75 without one."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         while self.run.process.poll() is None and time.monotonic() < deadline:
             self.run.seen |= set(descendants(self.run.process.pid))
             time.sleep(0.02)
@@ -306,12 +307,7 @@ class Soak:
     def go_back_if_it_cost(self) -> bool:
         """Resume from before the first step that lost a sample or an optimizer step."""
         file = self.folder / "metrics.jsonl"
-        first = None
-        for metrics in run_files.records(file):
-            lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
-            lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
-            if first is None and sum(lost) > 0:
-                first = metrics["step"]
+        first = next((row["step"] for row in run_files.records(file) if any(row.get(name) for name in COSTS)), None)
         if first is None:
             return False
         if self.run.process.poll() is None:

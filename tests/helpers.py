@@ -606,14 +606,14 @@ def answer(outbox) -> tuple:
     return message
 
 
-def start_engine(script, args, stop_ids: list[int], dtype=None) -> tuple:
-    """(inbox, outbox, thread) of an engine that is ready, in fp32 or ``dtype``, as main starts it."""
+def start_engine(script, args, stop_ids: list[int]) -> tuple:
+    """(inbox, outbox, thread) of an engine in fp32 that is ready, as main starts it."""
     import torch
 
     from runtime.system import watchdog
 
     inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
-    given = (args, dtype or torch.float32, 0, 1, stop_ids, inbox, outbox)
+    given = (args, torch.float32, 0, 1, stop_ids, inbox, outbox)
     thread = threading.Thread(target=script.vllm_thread, args=given, daemon=True)
     thread.start()
     assert answer(outbox) == ("ready",)
