@@ -25,6 +25,7 @@ from helpers import (
     command,
     descendants,
     finish,
+    forked,
     heed_interrupts,
     logged,
     record,
@@ -32,6 +33,7 @@ from helpers import (
     run_here,
     saved,
     tiny_args,
+    with_program,
 )
 
 import utils
@@ -146,6 +148,59 @@ def test_what_stood_for_the_console_can_be_put_back():
     program += "print('a response'); print('a warning', file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"a response\n", b"a warning\n")
+
+
+KILLED = """
+from runtime.system import process
+process.prepare_environment()
+import os, signal
+import torch
+import tyro
+import grpo
+from runtime.run import logger
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain_step, plain, steps = logger.RunLog.step, OWNER.NAME, []
+
+    def step(self, metrics, *rest):
+        plain_step(self, metrics, *rest)
+        steps.append(metrics["step"])
+
+    def once(*given, **named):
+        if steps[-1:] == [2] and not os.path.exists("MARK"):
+            open("MARK", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*given, **named)
+
+    logger.RunLog.step, OWNER.NAME = step, once
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+EACH_STEP = ("--total_steps", "4", "--save_every", "1", "--beta", "0.1", "--num_mini_batches", "2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory) -> dict:
+    """The record of a run that nobody kills."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    finish(command(tiny, out, *EACH_STEP), out / "log")
+    return record(out / "run")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "owner, name, resumed",
+    [("torch", "save", 1), ("os", "replace", 1), ("grpo.Engine", "ask", 2), ("grpo", "token_loss", 2)],
+    ids=["a save begins", "a save gets its name", "a batch is asked for", "an update"],
+)
+def test_killed_anywhere_equals_undisturbed(undisturbed, tiny, tmp_path, owner, name, resumed):
+    """kill -9 after the record of step 2 of 4: no saved step is lost, and every number, sample and weight is equal."""
+    program = KILLED.replace("OWNER", owner).replace("NAME", name).replace("MARK", str(tmp_path / "mark"))
+    line = with_program(command(tiny, tmp_path, *EACH_STEP), tmp_path, program)
+    codes, text = forked(line[1:], tmp_path / "first.log")
+    assert codes == [-signal.SIGKILL], text
+    assert f"resuming after step {resumed}" in finish(line, tmp_path / "second.log")
+    assert record(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.slow
