@@ -77,6 +77,10 @@ def not_a_reward_of_a_response(response, truth, row):
     return 1.0 if response == truth else "1.0"
 
 
+def not_a_reward(response, truth, row):
+    return "1.0"
+
+
 def minus_one(response, truth, row):
     """A wrong answer on a scale of plus and minus 1."""
     return -1.0
@@ -130,13 +134,6 @@ def runs_the_response(response, truth, row):
     """The usual home-made reward of code; like a run, it is tried with the truth first."""
     if response != truth:
         exec(response, {"exit": sys.exit, "quit": sys.exit})
-    return 1.0
-
-
-def exits_on_a_response(response, truth, row):
-    """As one does that executes a response in which is ``exit()``; not on the truth, with which a run tries it."""
-    if response != truth:
-        sys.exit(0)
     return 1.0
 
 

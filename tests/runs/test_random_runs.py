@@ -1,4 +1,4 @@
-"""Random whole runs against double precision (tests/random_runs.py) agree, and a fault in the loss is reported."""
+"""Random whole runs against double precision (tests/random_runs.py) agree."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import random_runs
 from helpers import ROOT
 
 
-def compared(out: Path, *words: str, root: Path = ROOT) -> tuple[int, list[dict]]:
+def compared(out: Path, *words: str) -> tuple[int, list[dict]]:
     """(exit code, lines of the output) of the program."""
     line = [sys.executable, "tests/random_runs.py", "--out", str(out), *words]
     environment = os.environ | {"WANDB_MODE": "disabled"}
-    done = subprocess.run(line, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert out.exists(), done.stderr[-2000:]
     return done.returncode, [json.loads(text) for text in out.read_text().splitlines()]
 
@@ -29,30 +29,7 @@ def test_plans_follow_from_their_numbers_and_reach_every_kind():
     assert {"environment", "vLLM", "asynchronous", "two ranks", "resumed", "other ranks after resuming", "KL"} <= kinds
 
 
-def test_a_table_names_each_disagreement():
-    line = {"number": 3, "kinds": ["all"], "agrees": False, "reason": "loss: not explained", "errors": {"loss": 0.5}}
-    text = random_runs.table([line, line | {"number": 4, "agrees": True, "errors": {"loss": 1e-6}}])
-    assert "| all | 2 | 1 |" in text and "run 3: loss: not explained" in text and "| loss | 1e-04 | 1.0e-06 |" in text
-
-
 @pytest.mark.slow
 def test_random_runs_agree_with_double_precision(tmp_path):
     code, lines = compared(tmp_path / "runs.jsonl", "--runs", "10", "--seed", "2")
     assert (code, len(lines)) == (0, 10) and all(line["agrees"] for line in lines)
-
-
-@pytest.mark.slow
-def test_a_fault_in_the_loss_is_reported(tmp_path):
-    """The ratio is clipped at 1 % whatever the flags say."""
-    (tmp_path / "copy").mkdir()
-    files = subprocess.run(["git", "ls-files", "*.py", "*.toml", "*.jinja"], cwd=ROOT, capture_output=True, text=True)
-    for name in files.stdout.split():
-        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "copy" / name).write_text((ROOT / name).read_text())
-    script = tmp_path / "copy" / "grpo.py"
-    text = script.read_text()
-    wrong = text.replace("ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)", "ratio_T.clamp(0.99, 1.01)")
-    assert wrong != text
-    script.write_text(wrong)
-    code, lines = compared(tmp_path / "runs.jsonl", "--runs", "10", "--seed", "1", root=tmp_path / "copy")
-    assert code == 1 and any("gradient" in line["reason"] for line in lines)

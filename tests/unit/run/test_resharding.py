@@ -1,6 +1,6 @@
 """Another number of ranks than a checkpoint was saved by: each rank gets its own part of every number, once.
 
-tests/runs/test_processes.py and test_other_ranks.py resume real runs so.
+tests/runs/test_processes.py resumes real runs so.
 """
 
 from __future__ import annotations
