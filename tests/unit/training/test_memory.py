@@ -31,53 +31,6 @@ from runtime.training.model_files import Model
 
 SIZES = {"bfloat16": 2, "float32": 4}
 
-# Counts the bytes of every live tensor before the model exists and in the middle of an optimizer step, where the
-# gradient of one micro-batch is accumulated and the next one is still to come.
-MEASURE = """
-import gc, json, os, sys
-from runtime.system import process
-process.prepare_environment()
-import torch
-import grpo
-import utils
-from runtime.training import deepspeed_zero
-
-def live():
-    seen = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
-
-plain = deepspeed_zero.deepspeed_config
-
-def small_buckets(*arguments):
-    config = plain(*arguments)  # a bucket is as large as this small model; its size does not grow with the model
-    config["zero_optimization"] |= {"reduce_bucket_size": 2**18, "allgather_bucket_size": 2**18}
-    return config
-
-deepspeed_zero.deepspeed_config = small_buckets
-changes = json.loads(sys.argv[1])
-args = grpo.Args(**changes)
-dtype = getattr(torch, args.dtype)
-accelerator = deepspeed_zero.make_accelerator(args, dtype, torch.device("cpu"))
-gc.collect()
-empty = live()
-model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
-model, optimizer = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
-for step, last in enumerate((True, False)):
-    accelerator.sync_gradients = last
-    accelerator.backward(model(torch.randn(4, 512, dtype=dtype)).float().square().mean())
-gc.collect()
-if torch.distributed.get_rank() == 0:
-    print("BYTES", (live() - empty) / (32 * 512 * 512), flush=True)
-torch.distributed.barrier()
-os._exit(0)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,9 +38,8 @@ os._exit(0)
 def test_the_estimate_is_what_deepspeed_keeps(tmp_path, stage, dtype):
     """Trainer memory per parameter on two ranks: within 3 % of the tensors that are alive between two micro-batches."""
     changes = {"zero_stage": stage, "dtype": dtype}
-    (tmp_path / "measure.py").write_text(MEASURE)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    line += [str(tmp_path / "measure.py"), json.dumps(changes)]
+    line += [str(ROOT / "tests" / "kept_memory.py"), json.dumps(changes)]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200)
     found = [text for text in done.stdout.splitlines() if text.startswith("BYTES")]
@@ -445,17 +397,6 @@ def test_the_commands_of_the_headers_fit_every_card(name, command, ranks, card):
     print(f"{name} on {ranks} x {card} GB: {vars(sizes)}, {needed / 1e9:.1f} GB = {needed / card / 1e9:.2f}")
     assert needed < 0.95 * card * 1e9
     assert sizes.micro_batch_tokens >= args.max_prompt_length + args.max_response_length
-
-
-def test_without_the_choice_the_header_does_not_fit_small_cards():
-    """The sizes of a large GPU are what the commands had on every card: 24, 40 and 48 GB are too small for them."""
-    args, model = parsed(header("grpo.py"))
-    too_small = []
-    for card in CARDS:
-        setting = memory.Setting(1, 2, card * 1e9)
-        if total(args, model, setting) > memory.USABLE * setting.card:
-            too_small.append(card)
-    assert too_small == [24, 40, 48]
 
 
 def test_smaller_cards_get_smaller_sizes():
