@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +13,10 @@ import pytest
 from helpers import (
     ROOT,
     SMALL,
-    Run,
-    command,
     copy_of,
     folder_of,
     interrupted,
-    logged,
     read_jsonl,
-    refusal,
     run_here,
     tiny_args,
 )
@@ -128,29 +122,6 @@ def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine
     assert state["code"] == config["code"] == identity.code_of(args)
 
 
-@pytest.mark.integration
-def test_a_changed_module_is_named(stopped, tmp_path, capsys):
-    """Not only the script: any project file that it imports."""
-    args = copy_of(stopped, tmp_path)
-    rewrite_code(folder_of(args), {"kl_estimators.py": "0" * 64, "gone.py": "1" * 64})
-    message = refusal(args, capsys)
-    assert "gone.py is no longer part of it, " in message
-    assert "kl_estimators.py has changed" in message
-
-
-def rewrite_code(folder: Path, changes: dict[str, str]) -> None:
-    """Give a run's config.json and its newest checkpoint other hashes."""
-    checkpoint = folder / "checkpoints" / "step_000003"
-    for file in (folder / "config.json", checkpoint / "state.json"):
-        record = json.loads(file.read_text())
-        record["code"] |= changes
-        file.write_text(json.dumps(record))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    state = checkpoint / "state.json"
-    manifest["files"]["state.json"] = (state.stat().st_size, process.file_digest(state))
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-
-
 def test_the_files_that_count(tiny, tmp_path):
     """The script, what it imports at the top, in functions and in packages, and files named by flags; no library."""
     (tmp_path / "parts" / "deep").mkdir(parents=True)
@@ -184,28 +155,6 @@ def test_words_for_changed_code():
         "b.py is no longer part of it",
         "c.py is new",
     ]
-
-
-@pytest.mark.slow
-def test_copy_edit_run_edit_resume_as_a_user_does(tiny, tmp_path):
-    """`python mine.py` in processes of its own, stopped by a signal, edited, started again."""
-    script = tmp_path / "mine.py"
-    edit(script, 1.0)
-    plain = command(tiny, tmp_path / "runs", "--total_steps", "500")
-    line = [str(script) if word == str(ROOT / "grpo.py") else word for word in plain]
-    run = Run(line, tmp_path / "first.log")
-    run.until(lambda: logged(tmp_path / "runs") >= 2)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.end(60) == 75
-    edit(script, -1.0)
-    refused = Run(line, tmp_path / "second.log")
-    assert refused.end(60) == 2
-    assert "mine.py has changed. --resume " in refused.text()
-    done = logged(tmp_path / "runs")
-    newest = re.search(r"--resume (\S+) resumes it", refused.text())[1]
-    accepted = Run([*line, "--resume", newest], tmp_path / "third.log")
-    accepted.until(lambda: logged(tmp_path / "runs") > done)
-    accepted.kill()
 
 
 # ---------------------------------------------------------------------------------------- arguments without identity

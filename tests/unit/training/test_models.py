@@ -1,7 +1,7 @@
 """Architectures: every one is trained on its own log-probs in every layout, or rejected with the layout that works.
 
-The models are random and tiny. Those with a sliding window have one of 64 tokens, and rows of 130 to 230. When all of
-the zoo has run, docs/models.md is written from what was measured.
+The models are random and tiny. Those with a sliding window have one of 64 tokens, and rows of 130 to 230. They are the
+table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, folder_of, interrupted, make_samples, record, run_here, tiny_args
+from helpers import folder_of, interrupted, make_samples, record, run_here, tiny_args
 
 import grpo
 import utils
@@ -23,21 +23,6 @@ from grpo import Args
 from runtime.data.samples import Sample
 from runtime.training import attention, batching, pretrained
 
-PAGE = ROOT / "docs" / "evidence" / "models.md"
-HEAD = """# Model architectures and batch layouts
-
-Written by `tests/unit/training/test_models.py`. Each model is random, has two layers, and is loaded as in a run (fp32,
-default flags). Each layout is compared with plain forward passes of the model, one sample at a time, on responses
-beyond the sliding window if the model has one. "exact" means that no log-prob differs by more than 1e-4 nats.
-"rejected" means that a run exits with code 2 before training, and names the layouts that work.
-
-| architecture | attention | shared | padded | packed |
-|---|---|---|---|---|
-"""
-TAIL = """
-[What a model needs](../reference/models.md), what a run checks at its start, and more architectures, with the default
-engine, are in the reference.
-"""
 WINDOW = 64
 VOCABULARY = 320
 SIZES = {
@@ -122,8 +107,6 @@ ZOO = {
 }
 # Their modeling code does not pass positions to transformers' masks, so packed samples would attend to each other.
 REFUSED = {("gpt-oss, sliding window, sinks", "packed"), ("OPT", "packed")}
-MEASURED: dict[str, dict[str, float | None]] = {}  # architecture -> layout -> largest difference; None: rejected
-ATTENTION: dict[str, str] = {}
 
 
 def save_random(folder: Path, name: str, **changes) -> Path:
@@ -211,27 +194,6 @@ def plain(model, samples: list[Sample]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def page():
-    """Writes docs/models.md when the whole zoo has run, and prints the table."""
-    yield
-    if set(MEASURED) != set(ZOO):
-        return
-    rows = []
-    for name, measured in MEASURED.items():
-        cells = [name, ATTENTION[name], *(in_words(measured[layout]) for layout in utils.LAYOUTS)]
-        rows.append("| " + " | ".join(cells) + " |\n")
-    table = HEAD + "".join(rows) + TAIL
-    print(table)
-    for name, measured in MEASURED.items():
-        print(name, measured)
-    PAGE.write_text(table)
-
-
-def in_words(difference: float | None) -> str:
-    return "rejected" if difference is None else "exact"
-
-
 @pytest.mark.parametrize("name", list(ZOO))
 def test_every_layout_is_exact_or_refused(tmp_path, capsys, name):
     """Accepted layouts differ from plain forward passes by rounding alone; rejected ones by more than that."""
@@ -239,7 +201,6 @@ def test_every_layout_is_exact_or_refused(tmp_path, capsys, name):
     samples = long_samples()
     expected = plain(model, samples)
     policy = utils.TokenLogprobs(model, temperature=1.0, chunk=100)
-    measured = {}
     for layout in utils.LAYOUTS:
         with torch.no_grad():
             difference = (in_layout(policy, samples, layout) - expected).abs().max().item()
@@ -248,13 +209,9 @@ def test_every_layout_is_exact_or_refused(tmp_path, capsys, name):
                 utils.check_forward(policy, layout, 2, 256)
             assert "--batch_layout shared or padded" in capsys.readouterr().err
             assert difference > 1e-2
-            measured[layout] = None
         else:
             utils.check_forward(policy, layout, 2, 256)
             assert difference < 1e-4, layout
-            measured[layout] = difference
-    ATTENTION[name] = model.config._attn_implementation
-    MEASURED[name] = measured
 
 
 OWN_ATTENTION = {"Gemma 2, sliding window, soft caps", "gpt-oss, sliding window, sinks"}
@@ -296,17 +253,13 @@ def test_gradients_beyond_the_window(tmp_path, name):
     samples = long_samples()[:3]
     gradients = []
     for compute in (
-        lambda: in_layout_with_gradient(model, samples),
+        lambda: in_layout(utils.TokenLogprobs(model, 1.0, 100), samples, "shared"),
         lambda: plain.__wrapped__(model, samples),
     ):
         model.zero_grad()
         compute().sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[1].norm()
-
-
-def in_layout_with_gradient(model, samples: list[Sample]) -> torch.Tensor:
-    return in_layout(utils.TokenLogprobs(model, 1.0, 100), samples, "shared")
 
 
 @pytest.mark.parametrize("layout", ["shared", "padded"])
@@ -340,19 +293,15 @@ def test_the_probe_of_a_large_window_is_no_longer_than_a_row(tmp_path, monkeypat
     """A window of 4,096 costs nothing where rows have at most 100 tokens."""
     model = load(save_random(tmp_path, "Mistral, sliding window", sliding_window=4096))
     lengths = []
-    monkeypatch.setattr(model.base_model, "forward", watch_lengths(model.base_model.forward, lengths))
-    utils.check_forward(utils.TokenLogprobs(model, 1.0, 100), "shared", 2, 100)
-    assert max(lengths) < 30
-
-
-def watch_lengths(forward, lengths: list[int]):
-    """``forward``, which also notes the length of the rows it is given."""
+    forward = model.base_model.forward
 
     def noted(*args, input_ids, **kwargs):
         lengths.append(input_ids.shape[1])
         return forward(*args, input_ids=input_ids, **kwargs)
 
-    return noted
+    monkeypatch.setattr(model.base_model, "forward", noted)
+    utils.check_forward(utils.TokenLogprobs(model, 1.0, 100), "shared", 2, 100)
+    assert max(lengths) < 30
 
 
 def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path, capsys):
