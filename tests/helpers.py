@@ -474,6 +474,14 @@ def heed_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def until(condition, timeout: float = 60) -> None:
+    """Wait until a condition holds; fail where it does not in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 class Run:
     """A run in processes of its own, with what it prints in a file."""
 

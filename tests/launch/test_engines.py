@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import until
 from ray_head import ADDRESS, ENGINES, RayHead, reason_for_none
-from slurm_cluster import until
 from submitted_jobs import SUBMIT, job_of, submit
 
 pytestmark = pytest.mark.engines

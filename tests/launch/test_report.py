@@ -8,11 +8,8 @@ import io
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +24,6 @@ from runtime.run import verdict
 from runtime.run.doctor import Case, examine
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 120  # seconds for each answer of a browser, on a machine that works on other things as well
 NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"
 
 
@@ -395,144 +391,80 @@ def test_the_page_of_a_run_without_a_verdict_says_so(runs, tmp_path, state):
         assert f"\ndoctor     {finding}\n" in text
 
 
-class Browser:
-    """A headless Chromium with the page open, driven over its debugging port."""
-
-    def __init__(self, page: Path, profile: Path):
-        connect = pytest.importorskip("websockets.sync.client").connect
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        argv = [
-            CHROMIUM,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-        ]
-        argv += ["--disable-background-networking", f"--user-data-dir={profile}", f"--remote-debugging-port={port}"]
-        self.process = subprocess.Popen([*argv, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.number, self.events = 0, []
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=PATIENCE) as answer:
-                    target = next(t for t in json.load(answer) if t["type"] == "page")
-                break
-            except (OSError, StopIteration):
-                assert time.monotonic() < deadline, "the browser did not start"
-                time.sleep(0.2)
-        self.stack = contextlib.ExitStack()
-        how = {"max_size": None, "proxy": None, "open_timeout": PATIENCE, "ping_interval": None}
-        self.socket = self.stack.enter_context(connect(target["webSocketDebuggerUrl"], **how))
-        for domain in ("Runtime", "Log", "Network", "Page"):
-            self.ask(f"{domain}.enable")
-        self.ask("Page.navigate", url=page.as_uri())
-        self.until("document.readyState === 'complete' && document.querySelectorAll('.sample').length > 0")
-
-    def ask(self, method: str, **params):
-        self.number += 1
-        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
-        while (message := json.loads(self.socket.recv(timeout=PATIENCE))).get("id") != self.number:
-            self.events.append(message)
-        assert "error" not in message, message
-        return message["result"]
-
-    def value(self, expression: str):
-        result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in result, result
-        return result["result"].get("value")
-
-    def until(self, expression: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not self.value(expression):
-            assert time.monotonic() < deadline, expression
-            time.sleep(0.1)
-
-    def type(self, field: str, text: str) -> None:
-        """As a person does: a click into the field, then keys."""
-        self.value(f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()")
-        self.ask("Input.insertText", text=text)
-
-    def close(self) -> None:
-        self.stack.close()
-        self.process.terminate()
-        self.process.wait(timeout=PATIENCE)
+LISTENS = "<script>var errors = []; onerror = (error) => errors.push(error)</script>"
+# In the page after its own script: uses the page as a person does, and leaves what can be seen as JSON in its text.
+PROBE = """<script>
+const type = (id, text) => { $(id).value = text; $(id).dispatchEvent(new Event("input")); };
+const texts = (query) => [...document.querySelectorAll(query)].map((e) => e.textContent);
+const seen = {all: $("count").textContent, title: document.title, bars: texts("#bar div").length};
+seen.paths = texts(".curve path").length;
+seen.wide = document.documentElement.scrollWidth > window.innerWidth;  // than a phone's screen
+const kept = {...run.curves};
+run.curves["reward/mean"] = run.curves["reward/correct"] = [[1, 0], [2, 1]]; curves();
+seen.twice = texts(".curve b");
+Object.assign(run.curves, kept);
+$("all").click();
+seen.curves = texts(".curve b");
+type("q", "NEEDLE");
+seen.needle = [$("count").textContent, texts(".sample mark").length, texts(".sample pre")[1]];
+seen.markup = texts(".sample b, .sample script");
+type("from", "2");
+seen.from = [$("count").textContent, location.hash];
+type("from", ""); type("q", "haystack");  // in what an environment said
+seen.haystack = $("count").textContent;
+seen.turns = [...document.querySelectorAll(".turn")].map((e) => [...e.children].map((c) => c.textContent));
+seen.labels = texts(".sample > .label");
+type("q", ""); type("min", "MIDDLE");
+seen.least = $("count").textContent;
+type("max", "7");
+seen.between = $("count").textContent;
+history.replaceState(null, "", "#order=high"); fromAddress();
+seen.highest = texts(".sample .head")[0];
+type("argument", "learning_rate");
+seen.rows = texts("#arguments tr");
+seen.requests = performance.getEntriesByType("resource").map((e) => e.name);
+seen.errors = errors;
+document.body.replaceChildren(Object.assign(document.createElement("pre"), {textContent: JSON.stringify(seen)}));
+</script>"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
 def test_the_page_in_a_browser(folder, tmp_path):
     """Drawn without an error and without a request; search and filter find what a reading of the file finds."""
-    samples = read_jsonl(folder / "samples.jsonl")
-    browser = Browser(folder / "report.html", tmp_path / "profile")
-    try:
-        count = "document.getElementById('count').textContent"
-        heads = "[...document.querySelectorAll('.sample .head')].map(e => e.textContent)"
-        assert browser.value(count) == f"{len(samples)} of {len(samples)}"
-        assert browser.value("document.title") == "run & <b>"  # not what the samples wanted
-        assert browser.value("document.querySelectorAll('.curve path').length") >= 6
-        assert browser.value("document.querySelectorAll('#bar div').length") >= 3
-        shown = "[...document.querySelectorAll('.curve b')].map(e => e.textContent)"
-        browser.value("run.curves['reward/mean'] = run.curves['reward/correct'] = [[1, 0], [2, 1]]; curves()")
-        assert "reward/mean = reward/correct" in browser.value(shown)  # one curve for both
-        browser.ask("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=True)
-        assert browser.value("document.documentElement.scrollWidth") <= 400  # a phone's screen
-        browser.ask("Emulation.clearDeviceMetricsOverride")
-        browser.value("document.getElementById('all').click()")
-        names = browser.value(shown)
-        logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
-        no_curve = {"step", "episode", "eval/problems", "eval/samples", "eval/weights_version"}
-        no_curve |= {"eval/right", "eval/rewards"}
-        assert set(names) == logged - no_curve
-
-        browser.type("q", "NEEDLE")
-        assert browser.value(count) == f"2 of {len(samples)}"
-        assert browser.value("document.querySelectorAll('.sample mark').length") == 4
-        assert browser.value("document.querySelectorAll('.sample pre')[1].textContent") == f"needle {NASTY} Needle"
-        assert browser.value("document.querySelectorAll('.sample b, .sample script').length") == 0
-        browser.type("from", "2")
-        assert browser.value(count) == f"1 of {len(samples)}"
-        assert "q=NEEDLE&from=2" in browser.value("location.hash")
-
-        browser.value("location.hash = ''")
-        browser.until(f"{count} === '{len(samples)} of {len(samples)}'")
-        browser.type("q", "haystack")  # in what an environment said
-        assert browser.value(count) == f"1 of {len(samples)}"
-        turns = browser.value(
-            "[...document.querySelectorAll('.turn')].map(e => [...e.children].map(c => c.textContent))"
-        )
-        assert turns == [
-            ['model, 11 tokens, calls look("place":"a b","count":2), error: not a tool call: x', "first <b>"],
-            ["tool, 7 tokens, 0.25 s, 1 failed", f"seen haystack {NASTY}"],
-            ["model, 3 tokens", "last"],
-            ["tool, 0 tokens, 1.5 s, not seen by the model", "too late"],
-        ]
-        labels = "[...document.querySelectorAll('.sample > .label')].map(e => e.textContent)"
-        assert browser.value(labels) == ["prompt", "turns", "truth"]
-
-        browser.value("location.hash = ''")
-        middle = sorted(s["reward"] for s in samples)[len(samples) // 2]
-        browser.until(f"{count} === '{len(samples)} of {len(samples)}'")
-        browser.type("min", str(middle))
-        expected = sum(s["reward"] >= middle for s in samples)
-        assert browser.value(count) == f"{expected} of {len(samples)}"
-        browser.type("max", "7")
-        expected = sum(middle <= s["reward"] <= 7 for s in samples)
-        assert browser.value(count) == f"{expected} of {len(samples)}"
-        browser.value("location.hash = 'order=high'")
-        browser.until(f"{heads}[0].includes('reward 7.5')")
-
-        browser.type("argument", "learning_rate")
-        rows = browser.value("[...document.querySelectorAll('#arguments tr')].map(e => e.textContent)")
-        rate = json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
-        assert len(rows) == 1 and float(rows[0].removeprefix("learning_rate")) == rate
-
-        browser.value("1")  # the last events arrive before this answer
-        problems = [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
-        assert problems == []
-        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-        assert asked == [(folder / "report.html").as_uri()]
-    finally:
-        browser.close()
+    rewards = [sample["reward"] for sample in read_jsonl(folder / "samples.jsonl")]
+    middle, count = sorted(rewards)[len(rewards) // 2], len(rewards)
+    text = (folder / "report.html").read_text().replace("<script", f"{LISTENS}<script", 1)
+    (tmp_path / "page.html").write_text(text + PROBE.replace("MIDDLE", str(middle)))
+    line = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=400,900"]
+    line += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "page.html").as_uri()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    seen = json.loads(html.unescape(re.search(r"<body><pre>(.*)</pre></body>", done.stdout, re.DOTALL)[1]))
+    assert seen["errors"] == [] and seen["requests"] == [] and not seen["wide"]
+    assert seen["all"] == f"{count} of {count}" and seen["title"] == "run & <b>"  # not what the samples wanted
+    assert seen["paths"] >= 6 and seen["bars"] >= 3 and "reward/mean = reward/correct" in seen["twice"]
+    logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
+    no_curve = {
+        "step",
+        "episode",
+        "eval/problems",
+        "eval/samples",
+        "eval/weights_version",
+        "eval/right",
+        "eval/rewards",
+    }
+    assert set(seen["curves"]) == logged - no_curve
+    assert seen["needle"] == [f"2 of {count}", 4, f"needle {NASTY} Needle"] and seen["markup"] == []
+    assert seen["from"] == [f"1 of {count}", "#q=NEEDLE&from=2"]
+    assert seen["haystack"] == f"1 of {count}" and seen["labels"] == ["prompt", "turns", "truth"]
+    assert seen["turns"] == [
+        ['model, 11 tokens, calls look("place":"a b","count":2), error: not a tool call: x', "first <b>"],
+        ["tool, 7 tokens, 0.25 s, 1 failed", f"seen haystack {NASTY}"],
+        ["model, 3 tokens", "last"],
+        ["tool, 0 tokens, 1.5 s, not seen by the model", "too late"],
+    ]
+    assert seen["least"] == f"{sum(reward >= middle for reward in rewards)} of {count}"
+    assert seen["between"] == f"{sum(middle <= reward <= 7 for reward in rewards)} of {count}"
+    assert "reward 7.5" in seen["highest"]
+    rate = json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
+    assert [float(row.removeprefix("learning_rate")) for row in seen["rows"]] == [rate]

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import slurm_cluster
 import submit
-from helpers import ROOT, command, finish, record
-from slurm_cluster import Slurm, until
+from helpers import ROOT, command, finish, record, until
+from slurm_cluster import Slurm
 
 missing = slurm_cluster.reason_for_none()
 pytestmark = [pytest.mark.skipif(bool(missing), reason=missing)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import submit_snapshot
 from helpers import ROOT
-from submitted_jobs import GIT, SUBMIT, repository, submit
+from submitted_jobs import GIT, SUBMIT, refused, repository, submit
 
 
 def copy_of(folder: Path, *words: str) -> tuple[Path, list[str]]:
@@ -103,11 +103,8 @@ def test_without_git(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words in (["--backend", "local", "--live"], ["--backend", "ray"]):
         assert submit.main([*words, "--dry_run", "--", "true"]) == 0
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        submit.main(["--backend", "slurm", "--dry_run", "--", "true"])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "not a git repository" in said and "run git init there, or use --live" in said
+    said = refused(capsys, "--backend", "slurm", "--dry_run", "--", "true")
+    assert "not a git repository" in said and "run git init there, or use --live" in said
 
 
 def submitted(here: Path, run_dir: str, *command: str) -> Path:

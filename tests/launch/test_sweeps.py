@@ -11,13 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import is_finished as finished_program
 import pytest
 import script_loader
-from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args
+from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args, until
 from is_finished import LEAVE, RUN, state
 from submitted_jobs import job_of, script_of, submit
 
@@ -354,10 +353,8 @@ def test_two_nodes_of_two_ranks_find_each_other_and_stop(tmp_path):
         env = clean_environment() | {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         nodes.append(subprocess.Popen(command, cwd=tmp_path, env=env, **options))
-    deadline = time.monotonic() + 150
     files = [tmp_path / f"rank{rank}" for rank in range(4)]
-    while not all(file.exists() for file in files) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    until(lambda: all(file.exists() for file in files), 150)
     for node in nodes:
         node.send_signal(signal.SIGTERM)
     output = [node.communicate(timeout=60)[0] for node in nodes]
