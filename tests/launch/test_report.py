@@ -123,9 +123,14 @@ def test_final_values_over_an_argument(runs, tmp_path):
         assert text in comments
     assert out[1] == "| learning_rate | runs | steps | kl/sequence | eval/pass@1 |"
     for line, rate in zip(out[3:5], ("0.001", "0.01"), strict=True):
-        a, b = (r.final("kl/sequence") for r in plot.load_runs([runs], [f"learning_rate={rate}"]))
+        assert line.startswith(f"| {rate} | 2 | 3 |")
+        members = plot.load_runs([runs], [f"learning_rate={rate}"])
+        a, b = (read_jsonl(r.folder / "metrics.jsonl")[-1]["kl/sequence"] for r in members)
         shown = re.search(r"\| (\S+) ± (\S+) \|", line)
         assert [float(x) for x in shown.groups()] == pytest.approx([(a + b) / 2, 12.7062 * abs(a - b) / 2], rel=6e-3)
+        rates = [read_jsonl(r.folder / "eval.jsonl")[-1]["eval/pass@1"] for r in members]
+        last = line.strip("|").split("|")[-1]
+        assert float(last.partition("±")[0]) == pytest.approx(fmean(rates), rel=1e-3, abs=1e-9)
 
 
 def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
@@ -136,20 +141,6 @@ def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
         titles = [f"reward/mean, learning_rate = {rate}" for rate in ("0.001", "0.01")]
         assert [c for c in comments if " = " in c] == titles
         assert comments[-3:] == ["1", "2", "seed"] or comments[-3:] == ["seed", "1", "2"], comments[-5:]
-
-
-def test_the_table_has_the_final_values(runs):
-    words = ["--by", "learning_rate", "--y", "eval/pass@1", "kl/sequence", "--output", runs / "t.png"]
-    lines = call(plot, runs, *words).splitlines()
-    assert lines[1] == "| learning_rate | runs | steps | eval/pass@1 | kl/sequence |"
-    for line, rate in zip(lines[3:5], ("0.001", "0.01"), strict=True):
-        cells = [c.strip() for c in line.strip("|").split("|")]
-        assert cells[:3] == [rate, "2", "3"]
-        members = plot.load_runs([runs], [f"learning_rate={rate}"])
-        for cell, file, key in ((cells[3], "eval.jsonl", "eval/pass@1"), (cells[4], "metrics.jsonl", "kl/sequence")):
-            values = [read_jsonl(r.folder / file)[-1][key] for r in members]
-            shown = float(cell.partition(" ± ")[0])
-            assert shown == pytest.approx(fmean(values), rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.integration

@@ -180,19 +180,6 @@ def test_a_task_has_a_name_that_skypilot_takes():
         assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
 
 
-def test_a_new_script_is_in_the_record(tmp_path, monkeypatch):
-    """Copy and edit: the new file is in no commit, and the patch has it."""
-    monkeypatch.chdir(repository(tmp_path, old_py="print(1)\n"))
-    state = lambda: submitted(["--backend", "ray", "--", "python", "old.py"]).files  # noqa: E731
-    patch = lambda: next((text for name, text in state().items() if name.endswith(".patch")), "")  # noqa: E731
-    assert patch() == ""
-    (tmp_path / "mine.py").write_text("print(2)\n")
-    (tmp_path / "notes.txt").write_text("print(3)\n")
-    assert "+print(2)" in patch() and "print(3)" not in patch()
-    (tmp_path / "mine.py").unlink()
-    assert patch() == ""
-
-
 def test_ray_would_take_the_words_of_either_rule():
     """Ray versions join an entrypoint by list2cmdline or by shlex.join: the shell must see the same words."""
     command = submit.render(job_of("ray", "")).command

@@ -54,15 +54,6 @@ def test_the_environment_of_fp32_has_exact_products():
     assert python(SHOW.format(dtype="float32"), TRITON_F32_DEFAULT="tf32", VLLM_NO_USAGE_STATS="0") == "tf32 0"
 
 
-@pytest.mark.slow
-def test_vllm_sends_no_usage_report():
-    """By vLLM's own answer, in a process that has prepared its environment; without it vLLM would report."""
-    ask = "from vllm.usage.usage_lib import is_usage_stats_enabled as ask; print(ask())"
-    prepare = "from runtime.system import process; process.prepare_environment(); "
-    assert python(prepare + ask).endswith("False")
-    assert python(ask).endswith("True")
-
-
 @pytest.mark.parametrize(
     ("name", "capability", "wanted", "expected"),
     [
@@ -164,13 +155,6 @@ def test_an_offloaded_optimizer_has_its_share_of_the_cores(monkeypatch, launched
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(deepspeed_zero.process, "usable_cores", lambda: 12.5)
     assert deepspeed_zero.offload_threads() == (threads or torch.get_num_threads())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU trains in it")
-def test_cpus_do_not_train_in_fp16(capsys):
-    with pytest.raises(SystemExit) as stop:
-        pretrained.resolve_device(grpo.Args(dtype="float16"))
-    assert stop.value.code == 2 and "--dtype float16 needs a GPU" in capsys.readouterr().err
 
 
 @pytest.mark.integration
