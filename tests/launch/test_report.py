@@ -133,16 +133,6 @@ def test_final_values_over_an_argument(runs, tmp_path):
         assert float(last.partition("±")[0]) == pytest.approx(fmean(rates), rel=1e-3, abs=1e-9)
 
 
-def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
-    """In both kinds of figure; the argument on the axis is neither."""
-    for words in (["--by", "seed", "learning_rate"], ["--x", "total_steps", "--by", "seed", "learning_rate"]):
-        call(plot, runs, *words, "--y", "reward/mean", "--output", tmp_path / "p.svg")
-        comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
-        titles = [f"reward/mean, learning_rate = {rate}" for rate in ("0.001", "0.01")]
-        assert [c for c in comments if " = " in c] == titles
-        assert comments[-3:] == ["1", "2", "seed"] or comments[-3:] == ["seed", "1", "2"], comments[-5:]
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures(runs, tmp_path, suffix):
@@ -259,18 +249,6 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     assert out.count("\nverdict    ") == 2
     for script in (plot, report):
         assert "holds no run with a metrics.jsonl" in call(script, log, ok=False)
-
-
-@pytest.mark.integration
-def test_one_run_as_before(runs, tmp_path):
-    """The newest run of a folder, in words and as curves.png; a half written line is left for the next time."""
-    copy = tmp_path / "runs" / "a"
-    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
-    with open(copy / "metrics.jsonl", "a") as f:
-        f.write('{"step": 4, "rew')
-    out = call(plot, tmp_path / "runs")
-    assert "of 3 steps" in out or "3 step" in out
-    assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.integration

@@ -95,24 +95,6 @@ def test_a_waiting_array_is_what_was_submitted(slurm, tmp_path):
 
 
 @pytest.mark.engines
-def test_requeues_by_the_site_are_no_retries(slurm, tmp_path):
-    """One by the site, and one that the program asked for, with --max_retries 1."""
-    (tmp_path / "steps.py").write_text(PROGRAM)
-    words = ["--run_dir", "run", "--max_retries", "1", "--time", "5m", "--", sys.executable, "steps.py", "9", "0"]
-    job = slurm.submit(tmp_path, *words)
-    saved, log = tmp_path / "run" / "step", tmp_path / "run" / f"slurm-{job}.out"
-    until(lambda: saved.exists())
-    slurm.run("scontrol", "requeue", job)
-    until(lambda: slurm.state(job).get("Restarts") == "1")
-    slurm.wait(job, "RUNNING")
-    until(lambda: log.read_text().count("from step") == 2)
-    time.sleep(1)
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
-    now = slurm.wait(job, "COMPLETED", "FAILED")
-    assert (now["JobState"], now["Restarts"]) == ("COMPLETED", "2"), log.read_text()
-
-
-@pytest.mark.engines
 def test_a_preemption_is_no_retry(slurm, tmp_path):
     """By a partition that goes first, which leaves the job time to save; a request at the time limit is one."""
     (tmp_path / "steps.py").write_text(PROGRAM)
