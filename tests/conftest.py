@@ -33,18 +33,7 @@ hypothesis.settings.load_profile("fast")
 pytest.register_assert_rewrite("helpers")
 import broken_scripts
 import fork_server
-from helpers import (
-    ROOT,
-    SMALL,
-    Run,
-    descendants,
-    freeze,
-    interrupted,
-    make_samples,
-    make_tiny,
-    own_signals,
-    tiny_args,
-)
+from helpers import ROOT, SMALL, Run, descendants, freeze, interrupted, make_samples, make_tiny, own_signals, tiny_args
 
 from graders import reasoning_gym_tasks
 from runtime.data.samples import Sample

@@ -1,8 +1,9 @@
 """Build the stub libraries of the fake CUDA device from the symbol tables of the installed CUDA wheels.
 
 The part ``stubs`` of check.py builds .cuda/fake/*.so. golden/imports.txt lists every function that the wheels import
-from the libraries replaced here. One that stubs/*.c has not written does nothing and reports success. A function that the list lacks ends the build with its name and the file
-that imports it. What the real library exports and nothing imports reports its name when it is called, and an error.
+from the libraries replaced here. One that stubs/*.c has not written does nothing and reports success. A function that
+the list lacks ends the build with its name and the file that imports it. What the real library exports and nothing
+imports reports its name when it is called, and an error.
 """
 
 from __future__ import annotations

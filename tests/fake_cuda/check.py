@@ -144,12 +144,6 @@ def check_device(given: argparse.Namespace) -> str:
     return run("device", line, WORK / "device.log", environment()).splitlines()[-1]
 
 
-def check_collectives(given: argparse.Namespace) -> str:
-    """Compare each collective of two ranks, by torch.distributed over the fake NCCL, with what it should give."""
-    line = [sys.executable, str(HERE / "collectives.py"), "2"]
-    return run("collectives", line, WORK / "collectives.log", environment()).splitlines()[-1]
-
-
 def check_backends(given: argparse.Namespace) -> str:
     """Compare the choices of trainer and engine on seven cards with the golden table."""
     file = WORK / "backends.json"
@@ -399,7 +393,6 @@ def check_engine(given: argparse.Namespace) -> str:
 PARTS: dict[str, Callable[[argparse.Namespace], str]] = {
     "stubs": check_stubs,
     "device": check_device,
-    "collectives": check_collectives,
     "backends": check_backends,
     "runs": check_runs,
     "waits": check_waits,

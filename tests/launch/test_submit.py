@@ -357,35 +357,10 @@ def test_a_missing_tool_is_said(tmp_path, monkeypatch, capsys):
 
 # ------------------------------------------------------------------------------- set-up, and what stands before python
 
-# The submission of open-instruct's KL study, as its page has it: mason.py and names of flags are ours, the rest is not.
-MASON = (
-    "--cluster ai2/jupiter-cirrascale-2 --workspace ai2/tulu-3-dev --priority high --preemptible --num_nodes 1 "
-    "--max_retries 1 --budget ai2/oe-adapt --gpus 8 --image me/rlvr "
-    "--mount oe-adapt-default:/weka/oe-adapt-default -- "
-    "source configs/beaker_configs/ray_node_setup.sh '&&' uv run python grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 "
-    "--beta 0.03 --dataset '{\"ai2-adapt-dev/math_ground_truth_zs\": 1.0}' --kl_estimator k1"
-)
-
 
 def submitted(argv: list[str]):
     """The plan of a whole command line."""
     return submit.render(submit.make_job(*submit.parse(argv)))
-
-
-def test_the_line_of_open_instruct_is_submitted_as_it_stands():
-    """Set-up in the same shell, then all eight ranks, under the interpreter that uv chooses."""
-    command, _ = script_of("beaker", submitted(["--backend", "beaker", *shlex.split(MASON)]))
-    script = command[-1]
-    start = script.index("command_1() {")
-    assert script[start : script.index("\n}", start)].split("\n    ") == [
-        "command_1() {",
-        "source configs/beaker_configs/ray_node_setup.sh &&",
-        "begin_command uv run python scripts/launch.py --config_file scripts/zero2.yaml --num_machines 1 "
-        '--num_processes 8 --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port '
-        '"$MASTER_PORT" grpo.py --exp_name 0130_kl_scan_k1_0.03_16_7 --beta 0.03 --dataset '
-        """'{"ai2-adapt-dev/math_ground_truth_zs": 1.0}' --kl_estimator k1""",
-    ]
-    assert "# grpo-" in script, "the job is named after the program, not after the set-up"
 
 
 LAUNCH = ["scripts/launch.py", "--config_file", "scripts/zero2.yaml", "--num_machines", "1", "--num_processes", "2",
@@ -498,18 +473,6 @@ def test_a_request_to_stop_during_the_set_up_loses_nothing(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 75
     assert not (tmp_path / "n").exists() and list((tmp_path / "r").glob("*/finished.*")) == []
-
-
-def test_a_template_may_be_edited(tmp_path, monkeypatch):
-    """A line without value goes, and its key with it; a list repeats its line; a text takes the indentation."""
-    (tmp_path / "x.yaml").write_text(
-        "a:\n  b: {{none}}\nc:\n  d:\n    - {{empty}}\n  e: {{zero}}\n"
-        "f:\n  - {x: '{{x}}', y: {{y}}}\ng: |\n  {{text}}\n"
-    )
-    monkeypatch.setattr(submit_backends, "TEMPLATES", tmp_path)
-    fields = {"none": None, "empty": [], "zero": 0, "x": ["{{y}}", "2"], "y": (3, 4), "text": "one:\n\n  {{x}}\n"}
-    text = submit_backends.fill("x.yaml", submit_backends.in_yaml, fields)
-    assert text == "c:\n  e: 0\nf:\n  - {x: '{{y}}', y: 3}\n  - {x: '2', y: 4}\ng: |\n  one:\n\n    {{x}}\n"
 
 
 # ----------------------------------------------------------------------------------------------- the local backend runs

@@ -56,16 +56,6 @@ def test_bash_can_read_them():
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.integration
-def test_every_command_is_a_run_of_its_own(tmp_path):
-    """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
-    words = ["--seeds", "2..3", "--output_dir", tmp_path]
-    code, commands, said = sweep("lr.sh", *words, LEARNING_RATES="1e-5")
-    assert code == 0 and len(commands) == 2 and "2 started, 0 skipped, 0 failed" in said
-    assert {tuple(command[:2]) for command in commands} == {(sys.executable, "grpo.py")}
-    check_runs([command[2:] for command in commands], 2, tmp_path)
-
-
 @pytest.mark.parametrize("name, a_seed", [("kl.sh", 5), ("batch.sh", 4), ("lr.sh", 2)])
 def test_every_line_is_a_run_of_its_own(name, a_seed, tmp_path):
     """The same of larger sweeps, whose lines no process has to look at."""

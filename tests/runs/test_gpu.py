@@ -361,17 +361,3 @@ def test_the_quickstart(place, script, tmp_path):
     print(f"{place} {script}: pass@1 {before:.3f} -> {after:.3f} in {seconds:.0f} s, {len(steps)} steps")
     if whole:
         assert before < 0.3 and after >= 0.75
-
-
-@on_both_slow
-def test_the_phases_stay_near_the_floor(place, tiny, tmp_path):
-    """studies/benchmark.py: a phase takes no more than a stated multiple of what the device must take at least."""
-    words = ["--json", str(tmp_path / "numbers.json"), "--repeats", "1"]
-    if place == "cpu":
-        words += ["--model_name_or_path", str(tiny), "--num_unique_prompts_rollout", "2", "--skip_engine"]
-    finish([sys.executable, str(ROOT / "studies" / "benchmark.py"), *words], tmp_path / "log", 500)
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
-    for phase in ("shared", "optimizer"):
-        share = numbers["floor_seconds"][phase] / min(numbers["seconds"][phase])
-        print(f"{numbers['machine']}, {phase}: {share:.3f} of the floor")
-        assert 0 < share < 1.5

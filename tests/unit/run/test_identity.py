@@ -10,16 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import (
-    ROOT,
-    SMALL,
-    copy_of,
-    folder_of,
-    interrupted,
-    read_jsonl,
-    run_here,
-    tiny_args,
-)
+from helpers import ROOT, SMALL, copy_of, folder_of, interrupted, read_jsonl, run_here, tiny_args
 from safetensors.torch import load_file, save_file
 
 import grpo

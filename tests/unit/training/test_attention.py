@@ -185,15 +185,6 @@ def test_flex_attention_may_have_more_compiled_versions(tiny, tmp_path, name, li
         assert torch._dynamo.config.recompile_limit == limit
 
 
-@pytest.mark.slow
-def test_compiled_flex_attention_skips_blocks_rightly():
-    """The kernel that PyTorch generates for CPUs, forward only, visits blocks by the table."""
-    samples = long_samples(3)
-    expected = logprobs_of(model_with("sdpa"), samples, "padded", budget=1)
-    found = logprobs_of(model_with("flex_attention").eval(), samples, "shared")
-    torch.testing.assert_close(found, expected, rtol=0, atol=5e-5)
-
-
 def one_by_one(query, key, value, borders, borders_k, longest, longest_k, **options):
     """Compute varlen_attn sequence by sequence: [B * S, H, D] -> the same."""
     bound = inspect.signature(real_varlen_attn).bind(

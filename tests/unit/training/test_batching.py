@@ -29,12 +29,7 @@ def batches(samples, layout="shared", budget=10_000, indices=None, rank=0, world
     indices = list(range(len(samples))) if indices is None else indices
     return list(
         batching.micro_batches(
-            *(samples, indices),
-            layout=layout,
-            budget=budget,
-            rank=rank,
-            world_size=world_size,
-            device=CPU,
+            *(samples, indices), layout=layout, budget=budget, rank=rank, world_size=world_size, device=CPU
         )
     )
 

@@ -245,12 +245,3 @@ def test_what_both_parts_leave_open_is_the_same_run(gsm8k, tiny, tmp_path):
     shutil.rmtree(folder)
     left_behind(started((*words, "--total_steps", "2")), True)
     assert is_finished.state(bare, grpo.Args()) == (is_finished.RUN, f"begun: {folder} is at step 2 of {steps}")
-
-
-def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path, capsys):
-    """The dry run of the script itself."""
-    args = parsed("--dry_run", "--dataset", gsm8k, "--model_name_or_path", tiny, "--output_dir", tmp_path)
-    grpo.main(args, grpo.preflight(args))
-    out = capsys.readouterr().out
-    assert "--max_response_length 1024 was not given: the verifier gsm8k" in out
-    assert "at most 65536 new tokens" in out

@@ -171,13 +171,7 @@ def in_layout(policy, samples: list[Sample], layout: str) -> torch.Tensor:
     """Log-probs of all response tokens, [N], in rows of a layout."""
     logprobs = torch.zeros(batching.token_offsets(samples)[-1])
     for mb in batching.micro_batches(
-        samples,
-        list(range(len(samples))),
-        layout=layout,
-        budget=1000,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
+        samples, list(range(len(samples))), layout=layout, budget=1000, rank=0, world_size=1, device=torch.device("cpu")
     ):
         logprobs[mb.tokens] = policy(mb)[0]
     return logprobs
