@@ -364,12 +364,17 @@ def engine_file(checkpoint: Path) -> Path:
     return next((checkpoint / "policy").glob("*optim_states.pt"))
 
 
-def refusal(args, capsys, world_size: int = 1) -> str:
-    """The message with which opening the folder of a run ends."""
+def rejected(capsys, call, *rest, **named) -> str:
+    """The message with which a call ends the program with exit code 2."""
     with pytest.raises(SystemExit) as end:
-        directory.open_run(args, importlib.import_module("grpo").Args(), world_size)
+        call(*rest, **named)
     assert end.value.code == 2
     return capsys.readouterr().err
+
+
+def refusal(args, capsys, world_size: int = 1) -> str:
+    """The message with which opening the folder of a run ends."""
+    return rejected(capsys, directory.open_run, args, importlib.import_module("grpo").Args(), world_size)
 
 
 # --------------------------------------------------------------------------------------- runs in processes of their own

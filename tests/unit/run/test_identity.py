@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, SMALL, copy_of, folder_of, interrupted, read_jsonl, run_here, tiny_args
+from helpers import ROOT, SMALL, copy_of, folder_of, interrupted, read_jsonl, rejected, run_here, tiny_args
 from safetensors.torch import load_file, save_file
 
 import grpo
@@ -73,10 +73,7 @@ def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
 
     edit(mine, -2.0)
     again = tiny_args(tiny, tmp_path / "runs", "mine", **changes)
-    with pytest.raises(SystemExit) as end:
-        run_here(again, "mine")
-    message = capsys.readouterr().err
-    assert end.value.code == 2
+    message = rejected(capsys, run_here, again, "mine")
     assert "is finished, but by other code:" in message
     assert "mine.py has changed." in message
     assert "--exp_name" in message
@@ -96,10 +93,7 @@ def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine
     folder = interrupted(args, monkeypatch, after=2, script="mine")
     edit(mine, -1.0)
     args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
-    with pytest.raises(SystemExit) as end:
-        run_here(args, "mine")
-    message = capsys.readouterr().err
-    assert end.value.code == 2
+    message = rejected(capsys, run_here, args, "mine")
     assert "step_000002 was saved by other code:" in message
     assert "mine.py has changed." in message
     checkpoint = folder / "checkpoints" / "step_000002"

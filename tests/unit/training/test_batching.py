@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import make_samples
+from helpers import make_samples, rejected
 
 import ppo
 import utils
@@ -391,9 +391,7 @@ def test_check_forward_refuses_a_model_that_caps_its_logits(tiny_model, capsys):
         return output
 
     policy.model.forward = capped
-    with pytest.raises(SystemExit):
-        utils.check_forward(policy, "shared", 2, 64)
-    said = capsys.readouterr().err
+    said = rejected(capsys, utils.check_forward, policy, "shared", 2, 64)
     assert "--batch_layout shared:" in said and "no other layout works either" in said
 
 

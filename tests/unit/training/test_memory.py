@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, rejected
 
 import grpo
 import ppo
@@ -321,10 +321,8 @@ def test_the_memory_of_the_node_counts(capsys, changes, setting, expected):
     if expected == 0:
         return
     little = dataclasses.replace(setting, host=expected * 1e9 - 1e6)
-    with pytest.raises(SystemExit) as stop:
-        memory.check_host(args, MODEL, little)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and f"at least {expected * 1e9 / 2**30:.1f} GiB of this machine's memory" in said
+    said = rejected(capsys, memory.check_host, args, MODEL, little)
+    assert f"at least {expected * 1e9 / 2**30:.1f} GiB of this machine's memory" in said
     flag = " ".join(["--offload", *args.offload]) if args.offload else f"--vllm_sleep {args.vllm_sleep}"
     assert said.startswith(f"error: {flag if setting.card else '--model_name_or_path'}")
     memory.check_host(dataclasses.replace(args, micro_batch_tokens=512), MODEL, little)
@@ -433,17 +431,12 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
         if remedy is None:
             memory.sizes_for(args, model, setting)
             continue
-        with pytest.raises(SystemExit) as stop:
-            memory.sizes_for(args, model, setting)
-        assert stop.value.code == 2
-        assert remedy in capsys.readouterr().err, card
+        assert remedy in rejected(capsys, memory.sizes_for, args, model, setting), card
     setting = memory.Setting(1, 2, 24e9)
     args = dataclasses.replace(args, micro_batch_tokens=1024, vllm_args='{"gpu_memory_utilization": 0.3}')
     assert memory.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
     apart = grpo.Args(vllm_engines=1, max_response_length=512)
-    with pytest.raises(SystemExit):
-        memory.sizes_for(apart, qwen("Qwen/Qwen2.5-7B-Instruct"), setting)
-    assert "sleep" not in capsys.readouterr().err
+    assert "sleep" not in rejected(capsys, memory.sizes_for, apart, qwen("Qwen/Qwen2.5-7B-Instruct"), setting)
 
 
 def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):

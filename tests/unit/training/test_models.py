@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import folder_of, interrupted, make_samples, record, run_here, tiny_args
+from helpers import folder_of, interrupted, make_samples, record, rejected, run_here, tiny_args
 
 import grpo
 import utils
@@ -199,9 +199,7 @@ def test_every_layout_is_exact_or_refused(tmp_path, capsys, name):
         with torch.no_grad():
             difference = (in_layout(policy, samples, layout) - expected).abs().max().item()
         if (name, layout) in REFUSED:
-            with pytest.raises(SystemExit):
-                utils.check_forward(policy, layout, 2, 256)
-            assert "--batch_layout shared or padded" in capsys.readouterr().err
+            assert "--batch_layout shared or padded" in rejected(capsys, utils.check_forward, policy, layout, 2, 256)
             assert difference > 1e-2
         else:
             utils.check_forward(policy, layout, 2, 256)
@@ -276,9 +274,7 @@ def test_the_probe_is_longer_than_the_window(tmp_path, capsys, monkeypatch, layo
         return {"attention_mask": mask}
 
     monkeypatch.setattr(utils, "attention_inputs", without_window)
-    with pytest.raises(SystemExit):
-        utils.check_forward(policy, layout, 2, 256)
-    message = capsys.readouterr().err
+    message = rejected(capsys, utils.check_forward, policy, layout, 2, 256)
     assert f"--batch_layout {layout}:" in message and "packed" in message
     utils.check_forward(policy, layout, 2, WINDOW)  # a window that no row can reach is none
 
@@ -303,9 +299,7 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path, capsys
     model = load(save_random(tmp_path, "Phi-3, sliding window, longrope"))
     policy = utils.TokenLogprobs(model, 1.0, 100)
     utils.check_forward(policy, "padded", 2, 256)
-    with pytest.raises(SystemExit):
-        utils.check_forward(policy, "padded", 2, 257)
-    message = capsys.readouterr().err
+    message = rejected(capsys, utils.check_forward, policy, "padded", 2, 257)
     assert "--max_prompt_length" in message and "longrope" in message and "256" in message
     short, long = long_samples()[3], long_samples()[2]
     long.response_ids = np.append(long.response_ids, [5] * 100)  # 330 tokens: beyond
@@ -319,9 +313,7 @@ def test_sdpa_that_would_drop_a_soft_cap_is_not_used(tmp_path, capsys):
     """Gemma 2's attention scores are capped in eager attention alone; gpt-oss has eager alone."""
     folder = save_random(tmp_path / "gemma", "Gemma 2, sliding window, soft caps")
     assert load(folder).config._attn_implementation == "eager"
-    with pytest.raises(SystemExit):
-        load(folder, attn_implementation="sdpa")
-    assert "softcapping" in capsys.readouterr().err
+    assert "softcapping" in rejected(capsys, load, folder, attn_implementation="sdpa")
     eager = load(folder)
     from transformers import AutoModelForCausalLM
 
@@ -350,9 +342,7 @@ def test_an_override_that_asks_for_dropout_is_refused(tmp_path, capsys, field):
     name = "Qwen2" if field == "attention_dropout" else "GPT-2"
     folder = save_random(tmp_path, name)
     load(folder, override_config=f'{{"{field}": 0.0}}')
-    with pytest.raises(SystemExit):
-        load(folder, override_config=f'{{"{field}": 0.3}}')
-    message = capsys.readouterr().err
+    message = rejected(capsys, load, folder, override_config=f'{{"{field}": 0.3}}')
     assert "--override_config" in message and field in message and "without dropout" in message
 
 
@@ -367,9 +357,7 @@ def test_stop_ids_of_a_composite_config(capsys):
     model.generation_config.eos_token_id = None
     config.text_config.eos_token_id = None
     assert pretrained.stop_token_ids(model, SimpleNamespace(eos_token_id=2)) == [2]
-    with pytest.raises(SystemExit):
-        pretrained.stop_token_ids(model, SimpleNamespace(eos_token_id=None))
-    assert "set eos_token_id" in capsys.readouterr().err
+    assert "set eos_token_id" in rejected(capsys, pretrained.stop_token_ids, model, SimpleNamespace(eos_token_id=None))
 
 
 # --------------------------------------------------------------------------------------------- a reference that moves
