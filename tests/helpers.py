@@ -353,6 +353,15 @@ def go_back(folder: Path, step: int) -> None:
     process.write_whole(folder / "checkpoints" / "latest", f"step_{step:06d}\n")
 
 
+def change_config(folder: Path, code: str | None = None, **args) -> Path:
+    """Give the config.json of a run other arguments, and grpo.py another digest; the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    config["args"] |= args
+    config["code"]["grpo.py"] = code or config["code"]["grpo.py"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())

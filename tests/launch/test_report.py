@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
-import io
 import json
 import re
 import shutil
@@ -17,7 +15,7 @@ from statistics import fmean
 import plot
 import pytest
 import report
-from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
+from helpers import ROOT, change_config, main_here, read_jsonl, run_here, tiny_args
 from intervals import rate_interval, wilson
 
 from runtime.run import verdict
@@ -41,6 +39,11 @@ def runs(tiny, tmp_path_factory) -> Path:
     return out
 
 
+def folders_of(runs: Path) -> list[Path]:
+    """The folders of runs among those of a folder."""
+    return [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()]
+
+
 def call(script, *words, ok: bool = True) -> str:
     """Return the output of a script's main in this process; one test starts each script in its own process."""
     code, out, err = main_here(script, *words)
@@ -57,10 +60,7 @@ def test_mean_and_band_are_those_of_the_seeds(runs):
     groups = plot.grouped(plot.load_runs([runs], []), ["learning_rate"])
     assert list(groups) == [("0.001",), ("0.01",)] and {len(g) for g in groups.values()} == {2}
     for (rate,), members in groups.items():
-        assert {r.args["learning_rate"] for r in members} == {float(rate)} and {r.args["seed"] for r in members} == {
-            1,
-            2,
-        }
+        assert {(r.args["learning_rate"], r.args["seed"]) for r in members} == {(float(rate), 1), (float(rate), 2)}
         for key, file in (("reward/mean", "metrics.jsonl"), ("eval/pass@1", "eval.jsonl")):
             columns = zip(*([rec[key] for rec in read_jsonl(r.folder / file)] for r in members), strict=True)
             expected = [(sum(c) / 2, min(c), max(c)) for c in columns]
@@ -141,7 +141,7 @@ def test_pictures(runs, tmp_path, suffix):
     output = tmp_path / f"p.{suffix}"
     call(plot, runs, "--by", "seed", "learning_rate", "--output", output)
     assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
-    two = sorted(f for f in runs.iterdir() if (f / "config.json").exists())[:2]
+    two = folders_of(runs)[:2]
     if suffix == "svg":
         comments = "".join(re.findall(r"<!-- (.*?) -->", output.read_text()))  # the text of each label
         assert "learning_rate = 0.001" in comments and "reward/mean" in comments and "step" in comments
@@ -153,42 +153,28 @@ def test_pictures(runs, tmp_path, suffix):
 @pytest.mark.integration
 def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
     """None next to numbers, and lists: --total_episodes where some runs count steps, --stop_strings."""
-    names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
-    for name, episodes, stop in zip(names, (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
-        shutil.copytree(name, tmp_path / name.name)
-        config = json.loads((name / "config.json").read_text())
-        config["args"] |= {"total_episodes": episodes, "stop_strings": stop, "learning_rate": 1e-3}
-        (tmp_path / name.name / "config.json").write_text(json.dumps(config))
+    for name, episodes, stop in zip(folders_of(runs), (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
+        copy = shutil.copytree(name, tmp_path / name.name)
+        change_config(copy, total_episodes=episodes, stop_strings=stop, learning_rate=1e-3)
     out = call(plot, tmp_path, "--by", "stop_strings", "total_episodes", "--output", tmp_path / "p.svg")
     comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
     columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
     assert columns[:3] == ["48", "96", "None"] and "| ['a', 'b'] | 48 |" in out and "| [] | 48 |" in out
 
 
-@pytest.fixture(scope="module")
-def pieces(tiny, tmp_path_factory):
-    """(output folder, what was printed) of a run of a copy whose token_loss returns a piece of its own."""
-    place = tmp_path_factory.mktemp("pieces")
+@pytest.mark.integration
+def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(tiny, tmp_path, monkeypatch, capsys):
+    """One edit, in token_loss: nothing has to be registered."""
     last = '"weight": weight_T}'
     text = (ROOT / "grpo.py").read_text()
     assert text.count(last) == 1
-    (place / "with_a_piece.py").write_text(text.replace(last, '"weight": weight_T, "slope": ratio_T.detach() + 1}'))
-    sys.path.insert(0, str(place))
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        run_here(tiny_args(tiny, place / "runs", "with_a_piece", num_mini_batches=2, eval_prompts=4), "with_a_piece")
-    sys.path.remove(str(place))
-    return place / "runs", printed.getvalue()
-
-
-@pytest.mark.integration
-def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(pieces, tmp_path, monkeypatch):
-    """One edit, in token_loss: nothing has to be registered."""
-    out, printed = pieces
-    (folder,) = out.iterdir()
+    (tmp_path / "with_a_piece.py").write_text(text.replace(last, '"weight": weight_T, "slope": ratio_T.detach() + 1}'))
+    monkeypatch.syspath_prepend(tmp_path)
+    run_here(tiny_args(tiny, tmp_path / "runs", "with_a_piece", num_mini_batches=2), "with_a_piece")
+    (folder,) = (tmp_path / "runs").iterdir()
     slopes = [metrics["policy/slope"] for metrics in read_jsonl(folder / "metrics.jsonl")]
     assert slopes == pytest.approx([2, 2], abs=0.1)
-    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [f"| slope {slope:.4g} |" in line for slope, line in zip(slopes, lines, strict=True)] == [True, True]
     titles = []
     monkeypatch.setattr(plot, "draw_panel", lambda axis, title, *rest, **named: titles.append(title))
@@ -206,30 +192,22 @@ def test_the_metrics_of_the_scripts_themselves_are_no_pieces(runs):
 
 def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     """--exp_name try_$RANDOM, as many people have it. Other code under another name is no repetition."""
-    folders = []
-    for run in plot.load_runs([runs], ["learning_rate=0.01"]):
-        folders.append(tmp_path / f"try_{run.args['seed']}")
-        shutil.copytree(run.folder, folders[-1])
-    config = json.loads((folders[0] / "config.json").read_text())
-    config["args"]["exp_name"] = "try_7"
-    (folders[0] / "config.json").write_text(json.dumps(config))
+    alike = plot.load_runs([runs], ["learning_rate=0.01"])
+    folders = [shutil.copytree(run.folder, tmp_path / f"try_{run.args['seed']}") for run in alike]
+    change_config(folders[0], exp_name="try_7")
     words = ["--by", "beta", "--y", "reward/mean", "--output", tmp_path / "x.png"]
     assert "| 2 | 3 |" in call(plot, *folders, *words)
-    config["code"]["grpo.py"] = "another"
-    (folders[0] / "config.json").write_text(json.dumps(config))
+    change_config(folders[0], "another")
     out = call(plot, *folders, *words)
     assert "note: the runs also differ in exp_name" in out and out.count("| 1 | 3 |") == 2
 
 
 def test_copies_are_compared_in_every_setting(runs, tmp_path):
     """--by exp_name of runs with two learning rates: a panel for each, and no mean over both."""
-    folders = []
-    for run in plot.load_runs([runs], []):
-        folders += [run.folder, tmp_path / f"mine_{run.folder.name}"]
-        shutil.copytree(run.folder, folders[-1])
-        config = json.loads((folders[-1] / "config.json").read_text())
-        config["args"]["exp_name"], config["code"]["grpo.py"] = "mine", "another"
-        (folders[-1] / "config.json").write_text(json.dumps(config))
+    folders = folders_of(runs)
+    for folder in folders_of(runs):
+        folders.append(shutil.copytree(folder, tmp_path / f"mine_{folder.name}"))
+        change_config(folders[-1], "another", exp_name="mine")
     words = ["--by", "exp_name", "--y", "reward/mean", "--output", tmp_path / "x.png"]
     out = call(plot, *folders, *words)
     assert "note: the runs also differ in learning_rate, which --by now includes" in out
@@ -241,7 +219,7 @@ def test_copies_are_compared_in_every_setting(runs, tmp_path):
 @pytest.mark.integration
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     """Of runs/*, as the shell writes it: scripts/run_many.py leaves NAME.log there."""
-    folders = [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()][:2]
+    folders = folders_of(runs)[:2]
     log = tmp_path / f"{folders[0].name}.log"
     log.write_text("step 1\n")
     assert "pass@1" in call(plot, log, *folders, "--output", tmp_path / "x.png")
@@ -256,7 +234,7 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
 def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     """Lines that are no JSON, half a letter, an empty config.json: what is whole is shown, with a warning."""
     copy = tmp_path / "damaged"
-    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
+    shutil.copytree(folders_of(runs)[0], copy)
     for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
         content = (copy / file).read_bytes()
         first, _, rest = content.partition(b"\n")
@@ -305,7 +283,7 @@ TURNS = [
 def folder(runs, tmp_path_factory) -> Path:
     """A real run, and a few samples more that try to break the page."""
     folder = tmp_path_factory.mktemp("page") / "run & <b>"
-    shutil.copytree(next(f for f in sorted(runs.iterdir()) if (f / "config.json").exists()), folder)
+    shutil.copytree(folders_of(runs)[0], folder)
     first = read_jsonl(folder / "samples.jsonl")[0]
     with open(folder / "samples.jsonl", "a") as f:
         for step in (1, 2):
@@ -349,7 +327,7 @@ def test_the_page_begins_with_the_verdict_and_the_doctor(folder):
 def test_the_page_of_a_run_without_a_verdict_says_so(runs, tmp_path, state):
     """The doctor examines what there is; a half-written verdict is none."""
     copy = tmp_path / "copy"
-    shutil.copytree(next(f for f in sorted(runs.iterdir()) if (f / "config.json").exists()), copy)
+    shutil.copytree(folders_of(runs)[0], copy)
     words = (copy / verdict.FILE).read_text()
     (copy / verdict.FILE).write_text(words[: len(words) // 2])
     if state == "going":

@@ -16,7 +16,7 @@ from pathlib import Path
 import is_finished as finished_program
 import pytest
 import script_loader
-from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args, until
+from helpers import ROOT, change_config, clean_environment, command, main_here, run_here, tiny_args, until
 from is_finished import LEAVE, RUN, state
 from submitted_jobs import job_of, script_of, submit
 
@@ -226,10 +226,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     assert code == 0, said
     assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
     renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
-    shutil.copytree(folder, renamed)
-    config = json.loads((renamed / "config.json").read_text())
-    config["args"]["exp_name"] = "sweep_lr_mine"
-    (renamed / "config.json").write_text(json.dumps(config))
+    change_config(shutil.copytree(folder, renamed), exp_name="sweep_lr_mine")
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     shutil.rmtree(renamed)
     assert code == 0 and commands == [] and f"skipped, other code: {renamed}" in said
@@ -248,11 +245,7 @@ def test_what_is_no_training_script_is_refused(text, says, tmp_path):
 def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     """A folder whose config.json says something else than its name."""
     folder, common = finished
-    copy = tmp_path / folder.name
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    config["args"]["temperature"] = 0.5
-    (copy / "config.json").write_text(json.dumps(config))
+    change_config(shutil.copytree(folder, tmp_path / folder.name), temperature=0.5)
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
     _, commands, said = sweep("lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
     assert commands == [] and "another run" in said and "--temperature 0.5 there, 1.0 here" in said
