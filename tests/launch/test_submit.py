@@ -180,15 +180,6 @@ def test_a_task_has_a_name_that_skypilot_takes():
         assert re.fullmatch("[a-z]([-a-z0-9]{0,50}[a-z0-9])?", rendered), rendered
 
 
-def test_ray_would_take_the_words_of_either_rule():
-    """Ray versions join an entrypoint by list2cmdline or by shlex.join: the shell must see the same words."""
-    command = submit.render(job_of("ray", "")).command
-    entry = command[command.index("--") + 1 :]
-    for join in (subprocess.list2cmdline, shlex.join):
-        shown = subprocess.run(["sh", "-c", f"printf '%s\\n' {join(entry)}"], capture_output=True, text=True).stdout
-        assert shown.splitlines() == entry
-
-
 @pytest.mark.parametrize("backend", submit.BACKENDS)
 def test_golden(backend):
     """The examples render to the stored files. UPDATE_GOLDEN=1 rewrites the files: read the difference."""

@@ -14,7 +14,6 @@ from helpers import ROOT, SMALL, copy_of, folder_of, interrupted, read_jsonl, re
 from safetensors.torch import load_file, save_file
 
 import grpo
-from runtime.arguments import flags
 from runtime.data.samples import Problem
 from runtime.run import directory, identity
 from runtime.system import git, process
@@ -172,15 +171,6 @@ def tiny_folder(args) -> Path:
     return Path(args.model_name_or_path)
 
 
-@pytest.mark.integration
-def test_a_longer_run_continues_by_its_default_name(tiny, tmp_path, monkeypatch):
-    """The number of steps is no part of the name: six steps continue what was stopped after two of four."""
-    folder = interrupted(tiny_args(tiny, tmp_path, **SMALL), monkeypatch, after=2)
-    longer = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6})
-    assert len(run_here(longer)) == 6
-    assert folder_of(longer) == folder
-
-
 ROUNDING = 1e-4
 
 
@@ -215,15 +205,6 @@ def straight(tiny, tmp_path_factory):
     args = tiny_args(tiny, tmp_path_factory.mktemp("straight"), **RESOURCE_RUN)
     metrics = run_here(args)
     return [row["response"] for row in read_jsonl(folder_of(args) / "samples.jsonl")], metrics
-
-
-def test_the_groups_of_arguments_are_fields_and_do_not_overlap():
-    fields = {f.name for f in grpo.Args.__dataclass_fields__.values()}
-    assert len(flags.MAY_CHANGE) == len(set(flags.MAY_CHANGE))
-    assert set(flags.MAY_CHANGE) <= fields
-    page = (ROOT / "docs" / "run.md").read_text()
-    for name in (*flags.RESOURCES, *flags.LENGTH):
-        assert f"`--{name}`" in page, f"the page does not say why --{name} is no part of the identity"
 
 
 @pytest.mark.parametrize(
