@@ -29,11 +29,15 @@ SWEEPS = sorted(path for path in (ROOT / "scripts" / "sweeps").glob("*.sh") if p
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
 
 
+def called(name: str, words: tuple, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """A sweep's script in another folder, to its end."""
+    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
+    return subprocess.run(argv, env=os.environ | environment, capture_output=True, text=True, cwd="/")
+
+
 def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
     """(exit code, the commands that RUN=echo shows, what else was said)."""
-    env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
-    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    done = called(name, words, {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment)
     lines = done.stdout.splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith(sys.executable)]
     return done.returncode, commands, "\n".join(x for x in lines if not x.startswith(sys.executable)) + done.stderr
@@ -41,9 +45,7 @@ def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
 
 def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[list[str]]]:
     """(what was said, the words of each line) of a sweep that prints its runs as lines of arguments."""
-    env = os.environ | {"RUN": "lines"} | environment
-    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    done = called(name, words, {"RUN": "lines"} | environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     runs = [shlex.split(line) for line in lines if "--seed" in line]
@@ -293,9 +295,7 @@ def test_a_run_that_another_process_holds_is_skipped(tmp_path):
 
 def test_a_line_break_is_no_argument_of_a_line():
     """run_many.py reads a run per line: half of an argument would be a run, the other half another."""
-    argv = ["bash", str(ROOT / "scripts" / "sweeps" / "lr.sh"), "--system_prompt", "one\ntwo"]
-    environment = os.environ | {"RUN": "lines"}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, cwd="/")
+    done = called("lr.sh", ("--system_prompt", "one\ntwo"), {"RUN": "lines"})
     assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
 
 
