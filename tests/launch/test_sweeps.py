@@ -60,13 +60,9 @@ def test_bash_can_read_them():
 
 @pytest.mark.parametrize("name, a_seed", [("kl.sh", 5), ("batch.sh", 4), ("lr.sh", 2)])
 def test_every_line_is_a_run_of_its_own(name, a_seed, tmp_path):
-    """The same of larger sweeps, whose lines no process has to look at."""
+    """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
     _, lines = many_lines(name, "--seeds", "2..3", "--output_dir", tmp_path, **SMALL)
-    check_runs(lines, 2 * a_seed, tmp_path)
-
-
-def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
-    assert len(lines) == count
+    assert len(lines) == 2 * a_seed
     names = set()
     for words in lines:
         args = flags.parse(grpo.Args, None, words)
@@ -74,9 +70,9 @@ def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
         model_files.check_model(args)
         checks.check_training(args)
         grpo.check_args(args)
-        assert args.output_dir == str(out) and args.seed in (2, 3)
+        assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
         names.add(directory.run_name(args, grpo.Args()))
-    assert len(names) == count
+    assert len(names) == len(lines)
 
 
 def test_the_whole_grid_of_the_kl_sweep(tmp_path):
