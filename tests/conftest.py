@@ -33,18 +33,7 @@ hypothesis.settings.load_profile("fast")
 pytest.register_assert_rewrite("helpers")
 import broken_scripts
 import fork_server
-from helpers import (
-    ROOT,
-    SMALL,
-    Run,
-    descendants,
-    freeze,
-    interrupted,
-    make_samples,
-    make_tiny,
-    own_signals,
-    tiny_args,
-)
+from helpers import ROOT, SMALL, Run, descendants, freeze, interrupted, make_samples, make_tiny, own_signals, tiny_args
 
 from graders import reasoning_gym_tasks
 from runtime.data.samples import Sample
@@ -70,10 +59,6 @@ def pytest_collection():
         gc.enable()
 
 
-COLLECTED = pytest.StashKey[list[pytest.Function]]()  # every test of the files asked for, also those that -m leaves out
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
     """Longer files come first: a worker that begins with one at the end keeps the other one waiting.
 
@@ -81,7 +66,6 @@ def pytest_collection_modifyitems(config, items):
     """
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: -size[item.path])
-    config.stash[COLLECTED] = list(items)
     if config.getoption("--hypothesis-profile", "fast") == "long":  # hours, on purpose
         return
     for item in items:

@@ -354,6 +354,15 @@ def go_back(folder: Path, step: int) -> None:
     process.write_whole(folder / "checkpoints" / "latest", f"step_{step:06d}\n")
 
 
+def change_config(folder: Path, code: str | None = None, **args) -> Path:
+    """Give the config.json of a run other arguments, and grpo.py another digest; the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    config["args"] |= args
+    config["code"]["grpo.py"] = code or config["code"]["grpo.py"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
@@ -383,12 +392,17 @@ DAMAGE = {
 }
 
 
-def refusal(args, capsys, world_size: int = 1) -> str:
-    """The message with which opening the folder of a run ends."""
+def rejected(capsys, call, *rest, **named) -> str:
+    """The message with which a call ends the program with exit code 2."""
     with pytest.raises(SystemExit) as end:
-        directory.open_run(args, importlib.import_module("grpo").Args(), world_size)
+        call(*rest, **named)
     assert end.value.code == 2
     return capsys.readouterr().err
+
+
+def refusal(args, capsys, world_size: int = 1) -> str:
+    """The message with which opening the folder of a run ends."""
+    return rejected(capsys, directory.open_run, args, importlib.import_module("grpo").Args(), world_size)
 
 
 # --------------------------------------------------------------------------------------- runs in processes of their own
@@ -491,6 +505,14 @@ def heed_interrupts() -> None:
     """Do not ignore SIGINT, as a shell's background job does: what is started would ignore it, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def until(condition, timeout: float = 60) -> None:
+    """Wait until a condition holds; fail where it does not in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 class Run:

@@ -79,7 +79,7 @@ def test_a_run_killed_with_a_tool_under_way_resumes_to_the_weights_of_one_that_w
     Path(f"{calls}.stop").touch()
     before = len(calls.read_text().splitlines())
     until(lambda: len(calls.read_text().splitlines()) > before)
-    server = fork_server.SERVERS[True].process.pid
+    server = fork_server.SERVERS["vllm"].process.pid
     (run_itself,) = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     os.kill(int(run_itself), signal.SIGKILL)
     run.join()

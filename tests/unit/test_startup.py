@@ -118,22 +118,6 @@ def test_a_script_exits_at_once(script, words, said, tiny, tmp_path):
     assert done.returncode == 0 and said in done.stdout and "AFTER" not in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.slow
-def test_nothing_that_a_script_imports_starts_a_thread():
-    """studies/run_many.py and tests/fault_injection.py fork what has imported a script; a fork has no other threads.
-
-    With vLLM; without it tests/fork_server.py and test_processes.py look.
-    """
-    program = "import run_many\nfor name in ('grpo', 'ppo'):\n"
-    program += "    print(run_many.load_script(run_many.Path(name + '.py')).__name__)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        environment.pop(name, None)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
-    assert done.stdout.split() == ["grpo", "ppo"], done.stderr[-2000:]
-
-
 def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch):
     """The folder that --output names is replaced where it holds a part of this model, and nothing next to it."""
     import prepare_model
