@@ -470,7 +470,7 @@ def test_the_phases_stay_near_the_floor(place, tiny, tmp_path):
     """studies/benchmark.py: a phase takes no more than a stated multiple of what the device must take at least."""
     words = ["--json", str(tmp_path / "numbers.json"), "--repeats", "1"]
     if place == "cpu":
-        words += ["--model_name_or_path", str(tiny), "--num_unique_prompts_rollout", "2", "--skip_engine"]
+        words += ["--model_name_or_path", str(tiny), "--num_unique_prompts_rollout", "2"]
     finish([sys.executable, str(ROOT / "studies" / "benchmark.py"), *words], tmp_path / "log", 500)
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     for phase in ("shared", "optimizer"):

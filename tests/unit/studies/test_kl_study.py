@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import sys
 
 import kl_study
-import measure_kl
 import numpy as np
 import pandas as pd
 import pytest
 from helpers import ROOT
-
-import grpo
 
 BASES = {1: 1.0, 2: 3.0, 3: 0.5}  # exact KL without a KL term, by seed: seeds differ more than settings
 
@@ -110,62 +105,6 @@ def test_what_is_averaged_differs_in_the_seed_alone():
     assert sorted(seen) == [2.0 + number for number in range(len(kinds))]
 
 
-def write_run(folder, beta: float, measured: bool = True, begin: float = 0.25, **more: object) -> None:
-    """The folder of a finished run, as far as it is read here."""
-    args = grpo.Args(beta=beta, output_dir=str(folder.parent), model_name_or_path="models/testbed-1", **more)
-    folder.mkdir(exist_ok=True)
-    config = {"args": dataclasses.asdict(args), "git": {"commit": "0123456789abcdef"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    metrics = [{"step": step, "reward/mean": step / 10, "kl/sequence": 1.0} for step in range(1, 11)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
-    evaluations = [{"step": 0, "eval/pass@1": begin}, {"step": 10, "eval/pass@1": 0.75}]
-    (folder / "eval.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
-    if measured:
-        (folder / measure_kl.RESULT).write_text(json.dumps({"kl/exact": 2.0 * beta, "kl/exact_stderr": 0.1}))
-
-
-def test_runs_are_collected_into_a_table(tmp_path, capsys):
-    """A row for each finished and measured run; another call replaces what it finds again, and keeps the rest."""
-    write_run(tmp_path / "a", 0.5, num_mini_batches=4, kl_estimator="k1")
-    write_run(tmp_path / "b", 0.25, measured=False)
-    file = tmp_path / "data" / "table.csv.gz"
-    kl_study.write(kl_study.add(kl_study.read(file), [tmp_path]), file)
-    assert "1 runs are finished and measured, 1 are not" in capsys.readouterr().out
-    (found,) = kl_study.read(file).to_dict("records")
-    expected = {"run": "a", "model": "testbed-1", "beta": 0.5, "num_mini_batches": 4, "kl_estimator": "k1", "seed": 1}
-    expected |= {"kl/exact": 1.0, "reward/mean": 1.0, "base pass@1": 0.25, "eval/pass@1": 0.75, "commit": "0123456789"}
-    assert {name: found[name] for name in expected} == expected
-    before = file.read_bytes()
-
-    (tmp_path / "other").mkdir()
-    write_run(tmp_path / "other" / "b", 0.25)
-    kl_study.write(kl_study.add(kl_study.read(file), [tmp_path / "other"]), file)
-    assert kl_study.read(file)["kl/exact"].tolist() == [1.0, 0.5]
-    write_run(tmp_path / "other" / "b", 0.75)
-    kl_study.write(kl_study.add(kl_study.read(file), [tmp_path / "other"]), file)
-    table = kl_study.read(file)
-    assert table["run"].tolist() == ["a", "b"] and table["kl/exact"].tolist() == [1.0, 1.5]
-    kl_study.write(table[:1], file)
-    assert file.read_bytes() == before and before[4:8] == bytes(4), "equal tables are equal files, with no time in them"
-
-
-def test_runs_of_another_model_are_refused(tmp_path, capsys):
-    """A test bed that was made on another machine: its runs begin elsewhere with the same seed. Nothing is written."""
-    for name, seed in (("a", 1), ("b", 2), ("c", 2)):
-        write_run(tmp_path / name, 0.5, seed=seed)
-    table = kl_study.add(pd.DataFrame({"run": []}), [tmp_path])
-    write_run(tmp_path / "b", 0.5, seed=2, begin=0.265625)
-    assert kl_study.unlike(table) == []
-    with pytest.raises(SystemExit) as end:
-        kl_study.add(table, [tmp_path])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "testbed-1 with seed 2 begin at pass@1 0.25 and 0.2656" in said and "--table" in said
-
-
-def test_the_table_is_of_one_model_each():
-    assert kl_study.unlike(kl_study.read(kl_study.TABLE)) == []
-
-
 @pytest.mark.slow
 def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsys):
     """The figures, and every line of every table of docs/maintainers/kl_study.md; raw results stay below 1 MB."""
@@ -181,10 +120,3 @@ def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsy
     lines = [line for part in marked for line in part.splitlines() if line.startswith("|")]
     assert len(lines) > 40
     assert [line for line in lines if line not in printed] == []
-
-
-def test_without_a_table_there_is_nothing_to_draw(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["kl_study.py", "--table", str(tmp_path / "none.csv.gz")])
-    with pytest.raises(SystemExit) as end:
-        kl_study.main()
-    assert end.value.code == 2 and "has no runs; add some with --add" in capsys.readouterr().err
