@@ -411,119 +411,6 @@ def test_on_fresh_samples_all_but_the_length_normalized_losses_are_unbiased(seed
 # ------------------------------------------------------------------------------------------------------------- recipes
 
 
-def advantages_by_hand(rewards: tuple[float, ...], kind: str) -> list[float]:
-    n = len(rewards)
-    mean = sum(rewards) / n
-    if len(set(rewards)) == 1:
-        return [0.0] * n
-    if kind == "leave_one_out":
-        return [r - (sum(rewards) - r) / (n - 1) for r in rewards]
-    if kind == "centered":
-        return [r - mean for r in rewards]
-    std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1))
-    return [(r - mean) / (std + 1e-6) for r in rewards]
-
-
-class GroupClass:
-    """The groups of one prompt that have the same number of tokens and count or do not: sums over them."""
-
-    def __init__(self, parameters: int):
-        self.probability = 0.0
-        self.updates = torch.zeros(2, parameters, dtype=F64)  # of the members of 1 and of 2 tokens
-        self.products = torch.zeros(2, 2, dtype=F64)
-
-
-class RecipeOracle:
-    """The row of a recipe, summed in another way: over ordered groups, collected by what couples the two prompts.
-
-    The weights of one prompt's responses depend on the other prompt only through its number of tokens and, with the
-    filter, through whether its group counts at all.
-    """
-
-    def __init__(self, name: str, where: str):
-        self.oracle = oracle(where, 2)
-        settings = loss_table.RECIPES[name]
-        self.kind = settings["advantage_normalization_type"]
-        self.norm = settings["loss_norm"]
-        self.filtered = settings.get("filter_zero_std_samples", False)
-        self.high = settings.get("clip_higher", 0.2)
-        self.zero = 0.0
-        self.tokens = 0.0
-        self.classes = [self.collect(prompt) for prompt in range(2)]
-
-    @cache  # noqa: B019
-    def update(self, case: Case, advantage: float) -> tuple[Tensor, int]:
-        """The unweighted update of a response, and how many of its tokens are without gradient."""
-        coefficients = [0.0] * len(case[1])
-        if advantage:
-            tokens = self.oracle.tokens(case, advantage)
-            coefficients = tokens.ppo(high=self.high)
-        return self.oracle.update(case, coefficients), coefficients.count(0.0)
-
-    def collect(self, prompt: int) -> dict[tuple[int, bool], GroupClass]:
-        o = self.oracle
-        own = [case for case in o.cases if case[0] == prompt]
-        found: dict[tuple[int, bool], GroupClass] = {}
-        for group in itertools.product(own, repeat=4):
-            p = math.prod(o.drawn[case] for case in group)
-            rewards = tuple(o.reward[case] for case in group)
-            sums = torch.zeros(2, len(o.truth), dtype=F64)
-            size = 0
-            for case, advantage in zip(group, advantages_by_hand(rewards, self.kind), strict=True):
-                update, zero = self.update(case, advantage)
-                length = len(case[1])
-                sums[length - 1] += update
-                size += length
-                self.zero += p * zero
-            self.tokens += p * size
-            counts = not (self.filtered and len(set(rewards)) == 1)
-            entry = found.setdefault((size, counts), GroupClass(len(o.truth)))
-            entry.probability += p
-            entry.updates += p * sums
-            entry.products += p * sums @ sums.T
-        return found
-
-    def weights(self, own: tuple[int, bool], other: tuple[int, bool]) -> Tensor:
-        """Of a response of 1 and of 2 tokens, times the maximum length."""
-        counts = own[1]
-        counted = 4 + 4 * other[1]
-        if not counts:
-            return torch.zeros(2, dtype=F64)
-        if self.norm == "token":
-            tokens = own[0] + other[0] * other[1]
-            return torch.tensor([2 / tokens, 2 / tokens], dtype=F64)
-        if self.norm == "sequence":
-            return torch.tensor([2 / counted, 1 / counted], dtype=F64)
-        return torch.tensor([1 / counted, 1 / counted], dtype=F64)
-
-    def row(self) -> tuple[float, ...]:
-        mean = torch.zeros_like(self.oracle.truth)
-        second = 0.0
-        for k, j in itertools.product(*self.classes):
-            first = self.classes[0][k]
-            other = self.classes[1][j]
-            v = self.weights(k, j)
-            w = self.weights(j, k)
-            mean += other.probability * (v @ first.updates)
-            mean += first.probability * (w @ other.updates)
-            second += other.probability * (v @ first.products @ v).item()  # the two prompts share no parameter
-            second += first.probability * (w @ other.products @ w).item()
-        variance = second - mean.dot(mean).item()
-        return self.oracle.numbers(mean, 8 * variance, self.zero / self.tokens)
-
-
-RECIPE_PLACES = [pytest.param("far apart 1")]
-RECIPE_PLACES += [pytest.param(where, marks=pytest.mark.slow) for where in loss_table.RECIPE_CONDITIONS]
-
-
-@pytest.mark.parametrize("where", RECIPE_PLACES)
-@pytest.mark.parametrize("name", loss_table.RECIPES)
-def test_every_recipe_is_what_its_definition_gives(name, where):
-    """bias, cosine, size, noise and zero of each cell agree with the sums over ordered groups."""
-    row = loss_table.recipe_row(name, *place(where, 2))
-    assert numbers_of(row) == pytest.approx(RecipeOracle(name, where).row(), rel=1e-5)  # grpo.py's weights are float32
-
-
 @pytest.mark.integration
 def test_recipes_ascend_what_the_table_says():
     ascends = {
@@ -662,17 +549,6 @@ def test_a_self_distillation_has_the_gradient_derived_by_hand(name, condition):
     policies = enumeration.policies_of(world, condition)
     found = loss_table.hinted_gradient(loss_table.DISTILLATIONS[name], world, policies)
     assert torch.allclose(found, hinted_by_hand(condition, BY_HAND[name]), rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("condition", enumeration.CONDITIONS)
-def test_hints_are_the_right_responses_as_often_as_they_are_drawn(condition):
-    """The weights of all hints of a prompt add up to the probabilities of its responses."""
-    world = enumeration.World(max_length=3)
-    policies = enumeration.policies_of(world, condition)
-    hints = loss_table.hints_of(world, policies)
-    assert len(hints) == world.rewards.sum()
-    total = torch.stack([hint.weights for hint in hints]).sum(0)
-    assert torch.allclose(total, world.probabilities(policies.sampler)[world.owner])
 
 
 def test_what_self_distillation_descends():
