@@ -148,10 +148,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def random_samples(prompts: list[list[int]], group: int, cap: int, vocabulary: int) -> list[Sample]:
-    """Return random responses to these prompts, of at most ``cap`` tokens each; the same in every run.
-
-    In training, responses also share the tokens they begin with.
-    """
+    """Return random responses to these prompts, of at most ``cap`` tokens each; the same in every run."""
     generator = np.random.default_rng(0)
     samples = []
     for place, prompt_ids in enumerate(prompts):
@@ -403,7 +400,8 @@ def run_once(code: Path, words: list[str]) -> dict[str, float]:
         started = time.perf_counter()
         log = Path(place, "log")
         with log.open("w") as output:
-            child = subprocess.Popen(line, cwd=code, stdout=output, stderr=subprocess.STDOUT)
+            end = process.die_with_parent
+            child = subprocess.Popen(line, cwd=code, stdout=output, stderr=output, preexec_fn=end)
             _, status, usage = os.wait4(child.pid, 0)
         whole = time.perf_counter() - started
         if status != 0:
