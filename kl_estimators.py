@@ -22,7 +22,7 @@ token changes the KL of later tokens; k1 in the reward, summed from each token t
 gradient of the sequence KL.
 
 `python kl_estimators.py [SCRIPT]` computes and prints the table from the `token_loss` of SCRIPT (default: grpo.py), so
-an edited copy shows what its own loss does. studies/kl_demo.py trains small tables with each estimator.
+an edited copy shows what its own loss does.
 """
 
 import argparse

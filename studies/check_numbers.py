@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-
 from check_subject import FAIL, OK, Finding, Subject, with_flags
+from torch import Tensor
 
 from kl_estimators import SETTINGS, make_tokens
 

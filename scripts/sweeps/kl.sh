@@ -10,7 +10,6 @@
 #   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweeps/kl.sh       more of it
 #   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients
 # Then: python scripts/plot.py runs --x beta --y kl/sequence --by kl_estimator kl_placement --output kl.png
-#       python studies/measure_kl.py runs/*                                  the exact KL of each finished run
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 settings=()

@@ -1,25 +1,13 @@
-"""Effects of the estimators on policies trained with them: tables and exact KLs."""
+"""Exact ascent with the estimators, and the known bugs of the KL."""
 
 from __future__ import annotations
 
-import kl_demo
-import matplotlib
+import mutations
 import pytest
 import torch
-from helpers import kl_loss
+from helpers import ROOT, kl_loss
 
 import kl_estimators as kl
-
-matplotlib.use("Agg")
-
-
-def test_same_gradient_same_trajectory():
-    """On fresh samples k2 as written and k3 unbiased have one gradient, sample by sample: they train the same table."""
-    settings = [("k2", "naive", 0.3), ("k3", "unbiased", 0.3), ("k3", "naive", 0.3)]
-    steps = {"seeds": 2, "steps": 20, "mini_batches": 1, "epochs": 1}
-    k2, unbiased, forward = kl_demo.toy_grpo(settings, **steps)[2].chunk(3)
-    torch.testing.assert_close(k2, unbiased, rtol=0, atol=1e-5)
-    assert (k2 - forward).abs().max() > 1e-2
 
 
 @pytest.mark.integration
@@ -53,3 +41,13 @@ def test_exact_ascent_finds_the_optimum_of_the_sequence_kl_only_from_the_reward(
 
     assert distance("reward") < 1e-3
     assert distance("loss") > 1e-2
+
+
+@pytest.mark.parametrize(("what", "file", "text"), [mutation[:3] for mutation in mutations.MUTATIONS])
+def test_every_mutation_still_applies(what, file, text):
+    assert text in (ROOT / file).read_text(), what
+
+
+@pytest.mark.slow
+def test_every_mutation_is_noticed():
+    assert mutations.survivors() == []

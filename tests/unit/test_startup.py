@@ -164,18 +164,23 @@ print(mapped < 2**22, left_by_a_block() > 2**25)
 def test_products_of_shapes_that_do_not_come_again_are_forgotten():
     """By default a thousand shapes stay prepared in oneDNN, and a thousand in torch: half a MiB for each shape."""
     program = """
-import sys
-sys.path.insert(0, "studies")
-from heap import heap_in_use
+import ctypes
 from runtime.system import process
 
 process.prepare_environment()
 import torch
 
+class Malloc(ctypes.Structure):
+    _fields_ = [(f"field_{k}", ctypes.c_size_t) for k in range(10)]  # struct mallinfo2 of malloc.h
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Malloc
+
 def in_use_after(rows) -> int:
     for count in rows:
         torch.ones(count, 576, dtype=torch.bfloat16) @ torch.ones(576, 1536, dtype=torch.bfloat16)
-    return heap_in_use()
+    found = mallinfo2()
+    return found.field_7 + found.field_4  # uordblks, hblkhd
 
 before = in_use_after(range(300, 370))
 print((in_use_after(range(370, 400)) - before) / 2**20)
