@@ -138,6 +138,7 @@ class Oracle:
     def __post_init__(self) -> None:
         args = self.args
         self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float64, attn_implementation="eager")
+        self.model.model.embed_tokens.padding_idx = None  # the padding token is EOS, whose row has a gradient
         self.reference = {name: w.detach().clone() for name, w in self.model.named_parameters()}
         coef = args.beta if args.kl_reward_coef is None else args.kl_reward_coef
         self.beta = args.beta * (args.kl_placement in ("loss", "both"))
