@@ -128,14 +128,6 @@ def test_which_values_are_unbiased(logits):
         assert (stale.weights @ stale.values()[name] - stale.reverse).abs() > 1e-3, name
 
 
-def test_sign_of_d_and_roles_of_the_policies():
-    d = f64([-5.0, 5.0])
-    low, high = kl.kl_values(d, d, 0 * d, torch.ones(2, dtype=torch.bool))["k3"]
-    assert low > 100 > high
-    swapped = Case(kl.REF, kl.THETA, kl.OLD, fresh=True)
-    assert close(swapped.weights @ swapped.values()["k3"], f64(GOLDEN["fkl"]), 1e-12)
-
-
 def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
     d = torch.cat([x * torch.logspace(-6, -2, 41) for x in (1, -1)])
     k3 = kl.kl_values(d, d, 0 * d, torch.ones(82, dtype=torch.bool))["k3"]
@@ -554,14 +546,6 @@ def test_adaptive_controller():
     assert controller.update(6.0, 100) == before
     other = kl.AdaptiveKLController(controller.coef, target=6.0, horizon=1000)  # coef is its whole state
     assert other.update(7.0, 64) == controller.update(7.0, 64)
-
-
-def test_adaptive_controller_steers_to_its_target():
-    controller = kl.AdaptiveKLController(0.01, target=2.0, horizon=1000)
-    for _ in range(400):
-        current = 0.4 / controller.coef  # a policy whose KL falls as beta rises: 2 nats at beta 0.2
-        controller.update(current, 256)
-    assert controller.coef == pytest.approx(0.2, rel=1e-3)
 
 
 def test_adaptive_controller_errors():

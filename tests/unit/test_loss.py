@@ -458,42 +458,6 @@ def test_cap_and_mask_bound_the_weight_of_every_sampled_term(module, setting):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_the_samplers_log_probs_in_the_reward_would_pull_toward_the_sampler():
-    """The penalty is recomputed: with the sampler's d the gradient is that of KL(pi||ref) - KL(pi||sampler)."""
-    pi, _, sampler, ref = four_policies()[0]
-    x = five_tokens(pi, pi, sampler, ref)
-    weight = (x["old"] - x["sampler"]).exp()
-    recomputed = named_gradients(pi, pi, sampler, ref)
-    late = named_gradients(pi, sampler, sampler, ref)  # old stands for the sampler
-    for then, target in (("old", recomputed[kl_estimators.REVERSE]), ("sampler", late[kl_estimators.LATE])):
-        term = weight * (x[then] - x["ref"]) * x["logprobs"]
-        (found,) = torch.autograd.grad(x["sampler"].exp() @ term, x["leaf"], retain_graph=True)
-        torch.testing.assert_close(found, target, rtol=0, atol=1e-12)
-    off = late[kl_estimators.LATE] - recomputed[kl_estimators.REVERSE]
-    assert (off.norm() / recomputed[kl_estimators.REVERSE].norm()).item() == pytest.approx(0.72, abs=0.01)
-
-
-def test_kl_in_reward_outside_is_linear_in_beta_and_inside_is_not():
-    """In a group of equal task rewards the KL is all there is. Outside it scales with beta; inside, beta vanishes."""
-    generator = torch.Generator().manual_seed(0)
-    logprobs, ref = -torch.rand(2, 12, generator=generator, dtype=F64)
-    offsets = [0, 3, 6, 9, 12]
-    everywhere = torch.ones(12, dtype=torch.bool)
-    penalty = return_to_go(kl_reward(logprobs, ref, everywhere, estimator="k1"), offsets)
-    rewards = torch.ones(1, 4, dtype=F64)
-    rms = {}
-    for beta in (1e-3, 1e-1):
-        inside = group_advantages(rewards - beta * penalty[offsets[:-1]].view(1, 4), "standard")
-        rms[beta] = (-beta * penalty).square().mean().sqrt().item(), inside.square().mean().sqrt().item()
-    assert rms[1e-1][0] / rms[1e-3][0] == pytest.approx(100)
-    assert rms[1e-1][1] / rms[1e-3][1] == pytest.approx(1, abs=1e-2)
-    # A token more likely than the reference's loses; what comes before a token does not feel it.
-    d = torch.zeros(12, dtype=F64)
-    d[1] = 1.0
-    reached = return_to_go(kl_reward(d, torch.zeros_like(d), everywhere, estimator="k1"), offsets)
-    assert reached.tolist() == [1, 1, 0] + [0] * 9
-
-
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup_steps, minimum", [(0, 0.0), (5, 0.1), (0.25, 0.0)])
 def test_learning_rate_is_the_formula(kind, warmup_steps, minimum):
