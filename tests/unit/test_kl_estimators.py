@@ -21,7 +21,7 @@ import ppo
 torch.set_num_threads(1)
 
 SAMPLED = ("k1", "k2", "k3", "k4", "abs")
-GOLDEN = {"rkl": 0.23075419613703413, "fkl": 0.29186807946257853, "k2": 0.19314357742993615, "tv2": 0.6229464405746671}
+GOLDEN = {"rkl": 0.23075419613703413, "fkl": 0.29186807946257853, "k2": 0.19314357742993615}
 GRAD_REVERSE = [0.02696176, -0.11349143, 0.10120495, 0.07286998, -0.08754525]
 GRAD_FORWARD = [0.06821676, -0.1410833, 0.16894041, 0.07431604, -0.17038992]
 
@@ -51,43 +51,24 @@ class Case:
         self.logp, self.ref = self.theta.log_softmax(-1), f64(ref).log_softmax(-1)
         self.old = self.logp.detach() if fresh else f64(old).log_softmax(-1)
         self.weights, self.mask = self.old.exp(), torch.ones(len(theta), dtype=torch.bool)
-        self.d, self.ratio = self.logp - self.ref, (self.logp - self.old).exp()
+        self.d = self.logp - self.ref
         self.reverse, self.forward = kl_of(self.logp, self.ref), kl_of(self.ref, self.logp)
 
     def grad(self, x: Tensor) -> Tensor:
         return grad(x, self.theta)
 
-    def loss(self, estimator: str, gradient: str = "naive", ref: Tensor | None = None) -> Tensor:
-        ref = self.ref if ref is None else ref
-        return kl_loss(self.logp, self.old, ref, self.mask, estimator=estimator, gradient=gradient)
-
     def values(self) -> dict[str, Tensor]:
         return kl.kl_values(self.logp, self.old, self.ref, self.mask)
-
-    def mean_grad(self, per_token: Tensor) -> Tensor:
-        return self.grad(self.weights @ per_token)
-
-    def sample_grads(self, per_token: Tensor) -> Tensor:
-        return torch.stack([self.grad(x) for x in per_token])
-
-    def reward_grad(self, estimator: str, at: Tensor | None = None) -> Tensor:
-        """Expected policy gradient of the penalty, taken at log-probs `at` (default: the sampler's)."""
-        at = self.old if at is None else at.detach()
-        return self.mean_grad(self.ratio * kl.kl_reward(at, self.ref, self.mask, estimator=estimator))
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    return torch.cosine_similarity(a, b, dim=0).item()
-
-
-def random_cases(n: int, scale: float = 1.0):
+def random_cases(n: int):
     generator = torch.Generator().manual_seed(0)
     for _ in range(n):
-        yield (scale * torch.randn(3, 5, generator=generator, dtype=torch.float64)).tolist()
+        yield torch.randn(3, 5, generator=generator, dtype=torch.float64).tolist()
 
 
 # Values
@@ -140,42 +121,6 @@ def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
 # Gradients in the loss
 
 
-def test_expected_gradients_on_fresh_samples():
-    case = Case(fresh=True)
-    mean = {name: case.mean_grad(case.loss(name)) for name in SAMPLED}
-    reverse, forward = case.grad(case.reverse), case.grad(case.forward)
-    assert close(mean["k1"], 0 * reverse)
-    assert close(mean["k2"], reverse) and close(mean["k4"], reverse)
-    assert close(mean["k3"], forward) and cosine(mean["k3"], reverse) < 0.99
-    two_tv = (case.logp.exp() - case.ref.exp()).abs().sum()
-    assert close(two_tv, f64(GOLDEN["tv2"]), 1e-12) and close(mean["abs"], case.grad(two_tv))
-
-
-@pytest.mark.parametrize("logits", list(random_cases(20, 0.7)) + [[kl.THETA, kl.REF, kl.OLD]])
-def test_expected_gradients_on_stale_samples(logits):
-    case = Case(*logits)
-    reverse = case.grad(case.reverse)
-    assert case.ratio.max() < 10 and case.d.abs().max() < 10  # no clip, hence no bias
-    assert close(case.mean_grad(case.loss("k4")), reverse)
-    for name in SAMPLED:
-        assert close(case.mean_grad(case.loss(name, "unbiased")), reverse), name
-    assert close(case.mean_grad(case.loss("k1")), -case.grad(kl_of(case.old, case.logp)))
-    for name in ("k2", "k3", "abs"):
-        assert relative_error(case.mean_grad(case.loss(name)), reverse) > 1e-3, name
-
-
-def test_full_is_exact_whatever_the_samples():
-    for gradient in ("naive", "unbiased"):
-        case = Case()
-        full = kl.full_vocabulary_kl(case.theta, f64(kl.REF)).expand(5)
-        args = case.logp, case.old, case.ref, case.mask
-        loss = kl_loss(*args, estimator="full", gradient=gradient, full_kl=full)
-        assert close(loss, case.reverse.expand(5), 1e-12)
-        assert close(case.sample_grads(loss), case.grad(case.reverse).expand(5, 5), 1e-12)
-        reward = kl.kl_reward(case.logp, case.ref, case.mask, estimator="full", full_kl=full)
-        assert close(reward, case.reverse.expand(5), 1e-12) and not reward.requires_grad
-
-
 def test_full_vocabulary_kl_of_barred_tokens_and_dtypes():
     theta = f64([[0.5, -0.3, -math.inf], [0.1, 0.2, 0.3]]).requires_grad_()
     ref = f64([[0.0, 0.4, -math.inf], [0.3, -0.2, 0.1]]).requires_grad_()
@@ -190,18 +135,6 @@ def test_full_vocabulary_kl_of_barred_tokens_and_dtypes():
 
 
 # In the reward
-
-
-def test_expected_gradients_in_the_reward():
-    fresh, stale = Case(fresh=True), Case()
-    reverse, forward = fresh.grad(fresh.reverse), fresh.grad(fresh.forward)
-    for name in ("k1", "k4"):
-        assert close(fresh.reward_grad(name), reverse)
-        assert close(stale.reward_grad(name), reverse - stale.grad(kl_of(stale.logp, stale.old)))
-    assert close(fresh.reward_grad("k3"), reverse - forward)
-    for name in ("k2", "k3", "abs"):
-        assert cosine(fresh.reward_grad(name), reverse) < -0.6, name  # here they push uphill
-    assert close(stale.reward_grad("k1", at=stale.logp), reverse)  # recomputed at pi: right on stale samples too
 
 
 def test_reward_takes_no_gradient_and_needs_k1_to_rise_with_d():
