@@ -23,6 +23,7 @@ from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ["tests/unit/test_kl_estimators.py", "tests/unit/test_loss.py", "tests/runs/test_run.py"]
+TESTS += ["tests/runs/test_fp64_update.py"]
 KL, GRPO = "kl_estimators.py", "grpo.py"
 MUTATIONS = [
     ("sign of d", KL, "    d = logp - ref\n", "    d = ref - logp\n"),

@@ -1,27 +1,13 @@
-"""Effects of the estimators on policies trained with them: tables, exact KLs, and the demonstration itself."""
+"""The demonstration of what the KL estimators do to policies, and known bugs of the KL that the fast tests notice."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-import kl_demo
-import matplotlib
 import mutations
 import pytest
-import torch
 from helpers import ROOT
-
-matplotlib.use("Agg")
-
-
-def test_same_gradient_same_trajectory():
-    """On fresh samples k2 as written and k3 unbiased have one gradient, sample by sample: they train the same table."""
-    settings = [("k2", "naive", 0.3), ("k3", "unbiased", 0.3), ("k3", "naive", 0.3)]
-    steps = {"seeds": 2, "steps": 20, "mini_batches": 1, "epochs": 1}
-    k2, unbiased, forward = kl_demo.toy_grpo(settings, **steps)[2].chunk(3)
-    torch.testing.assert_close(k2, unbiased, rtol=0, atol=1e-5)
-    assert (k2 - forward).abs().max() > 1e-2
 
 
 @pytest.mark.slow
