@@ -14,7 +14,6 @@ from helpers import (
     load_variant,
     read_jsonl,
     start_engine,
-    tiny_args,
     with_program,
 )
 from transformers import AutoModelForCausalLM
@@ -119,21 +118,3 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
             assert torch.equal(weight, base[name.replace(".base_layer", "")]), name
     moved = [weight.abs().max().item() for name, weight in trained.state_dict().items() if ".lora_B." in name]
     assert min(moved) > 1e-3
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rollout": "hf"}, "only adapters are pushed"),
-        ({"zero_stage": 3}, "only adapters are pushed"),
-        ({"vllm_sleep": "engine"}, "only adapters are pushed"),
-        ({"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
-    ],
-)
-def test_what_needs_all_weights_is_refused(lora, tiny, tmp_path, capsys, change, words):
-    args = tiny_args(tiny, tmp_path, "variant_lora", **{"rollout": "vllm", **change})
-    with pytest.raises(SystemExit) as ended:
-        lora.check_args(args)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err

@@ -8,6 +8,7 @@ import math
 import sys
 from pathlib import Path
 
+import fp64_update
 import pytest
 import torch
 from helpers import kl_loss
@@ -20,10 +21,9 @@ import ppo
 torch.set_num_threads(1)
 
 SAMPLED = ("k1", "k2", "k3", "k4", "abs")
-GOLDEN = {"rkl": 0.23075419613703413, "fkl": 0.29186807946257853, "k2": 0.19314357742993615, "tv2": 0.6229464405746671}
+GOLDEN = {"rkl": 0.23075419613703413, "fkl": 0.29186807946257853, "k2": 0.19314357742993615}
 GRAD_REVERSE = [0.02696176, -0.11349143, 0.10120495, 0.07286998, -0.08754525]
 GRAD_FORWARD = [0.06821676, -0.1410833, 0.16894041, 0.07431604, -0.17038992]
-GRAD_AWAY = [-0.03605796, 0.05653087, -0.11034325, 0.0763087, 0.01356164]  # -grad KL(old||pi)
 
 
 def f64(x) -> Tensor:
@@ -51,48 +51,24 @@ class Case:
         self.logp, self.ref = self.theta.log_softmax(-1), f64(ref).log_softmax(-1)
         self.old = self.logp.detach() if fresh else f64(old).log_softmax(-1)
         self.weights, self.mask = self.old.exp(), torch.ones(len(theta), dtype=torch.bool)
-        self.d, self.ratio = self.logp - self.ref, (self.logp - self.old).exp()
+        self.d = self.logp - self.ref
         self.reverse, self.forward = kl_of(self.logp, self.ref), kl_of(self.ref, self.logp)
 
     def grad(self, x: Tensor) -> Tensor:
         return grad(x, self.theta)
 
-    def loss(self, estimator: str, gradient: str = "naive", ref: Tensor | None = None) -> Tensor:
-        ref = self.ref if ref is None else ref
-        return kl_loss(self.logp, self.old, ref, self.mask, estimator=estimator, gradient=gradient)
-
     def values(self) -> dict[str, Tensor]:
         return kl.kl_values(self.logp, self.old, self.ref, self.mask)
-
-    def mean_grad(self, per_token: Tensor) -> Tensor:
-        return self.grad(self.weights @ per_token)
-
-    def sample_grads(self, per_token: Tensor) -> Tensor:
-        return torch.stack([self.grad(x) for x in per_token])
-
-    def reward_grad(self, estimator: str, at: Tensor | None = None) -> Tensor:
-        """Expected policy gradient of the penalty, taken at log-probs `at` (default: the sampler's)."""
-        at = self.old if at is None else at.detach()
-        return self.mean_grad(self.ratio * kl.kl_reward(at, self.ref, self.mask, estimator=estimator))
-
-
-def by_autograd(name: str, d: Tensor, ratio: Tensor) -> Tensor:
-    formulas = {"k1": d, "k2": d**2 / 2, "k3": torch.exp(-d) - 1 + d, "k4": ratio * d, "abs": d.abs()}
-    return formulas[name]
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    return torch.cosine_similarity(a, b, dim=0).item()
-
-
-def random_cases(n: int, scale: float = 1.0):
+def random_cases(n: int):
     generator = torch.Generator().manual_seed(0)
     for _ in range(n):
-        yield (scale * torch.randn(3, 5, generator=generator, dtype=torch.float64)).tolist()
+        yield torch.randn(3, 5, generator=generator, dtype=torch.float64).tolist()
 
 
 # Values
@@ -133,14 +109,6 @@ def test_which_values_are_unbiased(logits):
         assert (stale.weights @ stale.values()[name] - stale.reverse).abs() > 1e-3, name
 
 
-def test_sign_of_d_and_roles_of_the_policies():
-    d = f64([-5.0, 5.0])
-    low, high = kl.kl_values(d, d, 0 * d, torch.ones(2, dtype=torch.bool))["k3"]
-    assert low > 100 > high
-    swapped = Case(kl.REF, kl.THETA, kl.OLD, fresh=True)
-    assert close(swapped.weights @ swapped.values()["k3"], f64(GOLDEN["fkl"]), 1e-12)
-
-
 def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
     d = torch.cat([x * torch.logspace(-6, -2, 41) for x in (1, -1)])
     k3 = kl.kl_values(d, d, 0 * d, torch.ones(82, dtype=torch.bool))["k3"]
@@ -151,110 +119,6 @@ def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
 
 
 # Gradients in the loss
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-@pytest.mark.parametrize("fresh", [True, False])
-def test_naive_is_the_formula_differentiated(name, fresh):
-    case = Case(fresh=fresh)
-    expected = by_autograd(name, case.d, case.ratio)
-    assert close(case.loss(name), expected, 1e-14)
-    assert close(case.sample_grads(case.loss(name)), case.sample_grads(expected), 1e-14)
-
-
-def test_expected_gradients_on_fresh_samples():
-    case = Case(fresh=True)
-    mean = {name: case.mean_grad(case.loss(name)) for name in SAMPLED}
-    reverse, forward = case.grad(case.reverse), case.grad(case.forward)
-    assert close(mean["k1"], 0 * reverse)
-    assert close(mean["k2"], reverse) and close(mean["k4"], reverse)
-    assert close(mean["k3"], forward) and cosine(mean["k3"], reverse) < 0.99
-    two_tv = (case.logp.exp() - case.ref.exp()).abs().sum()
-    assert close(two_tv, f64(GOLDEN["tv2"]), 1e-12) and close(mean["abs"], case.grad(two_tv))
-
-
-def test_ratio_is_live_though_it_is_one():
-    case = Case(fresh=True)
-    score = case.sample_grads(case.logp)  # grad log pi, [5 tokens, 5 logits]
-    unbiased = case.sample_grads(case.loss("k3", "unbiased"))
-    assert close(unbiased, case.d.detach()[:, None] * score, 1e-12)
-    assert (unbiased - case.sample_grads(case.loss("k3"))).abs().max() > 0.01
-    assert close(case.sample_grads(case.loss("k4")) - unbiased, score, 1e-12)  # same mean, score is k4's extra noise
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_unbiased_is_ratio_k3_and_detached_ratio_k2_sample_by_sample(name):
-    case = Case()
-    unbiased = case.sample_grads(case.loss(name, "unbiased"))
-    ratio_k3 = case.ratio * by_autograd("k3", case.d, case.ratio)
-    assert close(unbiased, case.sample_grads(ratio_k3), 1e-12)
-    assert close(unbiased, case.sample_grads(case.ratio.detach() * case.d**2 / 2), 1e-12)
-    assert close(case.sample_grads(case.loss("k4")) - unbiased, case.sample_grads(case.ratio), 1e-12)
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_unbiased_keeps_the_value_to_the_bit(name):
-    case = Case()
-    assert torch.equal(case.loss(name, "unbiased"), case.values()[name])
-    assert torch.equal(case.loss(name), case.values()[name])
-
-
-def test_k1_in_the_loss_does_not_know_the_reference():
-    case = Case()
-    other = f64([3.0, -1, 0, 0.5, -2]).log_softmax(-1)
-    assert torch.equal(case.sample_grads(case.loss("k1")), case.sample_grads(case.loss("k1", ref=other)))
-    for name in SAMPLED[1:]:
-        assert not close(case.sample_grads(case.loss(name)), case.sample_grads(case.loss(name, ref=other)), 1e-3)
-
-
-@pytest.mark.parametrize("logits", list(random_cases(20, 0.7)) + [[kl.THETA, kl.REF, kl.OLD]])
-def test_expected_gradients_on_stale_samples(logits):
-    case = Case(*logits)
-    reverse = case.grad(case.reverse)
-    assert case.ratio.max() < 10 and case.d.abs().max() < 10  # no clip, hence no bias
-    assert close(case.mean_grad(case.loss("k4")), reverse)
-    for name in SAMPLED:
-        assert close(case.mean_grad(case.loss(name, "unbiased")), reverse), name
-    assert close(case.mean_grad(case.loss("k1")), -case.grad(kl_of(case.old, case.logp)))
-    for name in ("k2", "k3", "abs"):
-        assert relative_error(case.mean_grad(case.loss(name)), reverse) > 1e-3, name
-
-
-def test_golden_gradient_of_k1_on_stale_samples():
-    case = Case()
-    assert close(case.mean_grad(case.loss("k1")), f64(GRAD_AWAY), 1e-8)
-
-
-def test_error_of_k2_is_linear_in_staleness():
-    direction = f64(kl.OLD) - f64(kl.THETA)
-
-    def error(step: float) -> float:
-        case = Case(old=(f64(kl.THETA) + step * direction).tolist())
-        return relative_error(case.mean_grad(case.loss("k2")), case.grad(case.reverse))
-
-    assert 1e-4 < error(0.01) < 0.05
-    assert error(0.02) / error(0.01) == pytest.approx(2, rel=0.05)
-
-
-def test_clipped_ratio_bounds_the_unbiased_slope_and_nothing_else():
-    logp = f64([0.0, 0, 0, 0]).requires_grad_()
-    ratio, d = f64([20.0, 5, 1, 20]), f64([3.0, 3, -50, -50])
-    mask = torch.ones(4, dtype=torch.bool)
-    loss = kl_loss(logp, -ratio.log(), -d, mask, estimator="k1", gradient="unbiased")
-    assert close(grad(loss.sum(), logp), f64([30.0, 15, -10, -100]), 1e-12)
-    assert torch.equal(loss.detach(), d)
-
-
-def test_full_is_exact_whatever_the_samples():
-    for gradient in ("naive", "unbiased"):
-        case = Case()
-        full = kl.full_vocabulary_kl(case.theta, f64(kl.REF)).expand(5)
-        args = case.logp, case.old, case.ref, case.mask
-        loss = kl_loss(*args, estimator="full", gradient=gradient, full_kl=full)
-        assert close(loss, case.reverse.expand(5), 1e-12)
-        assert close(case.sample_grads(loss), case.grad(case.reverse).expand(5, 5), 1e-12)
-        reward = kl.kl_reward(case.logp, case.ref, case.mask, estimator="full", full_kl=full)
-        assert close(reward, case.reverse.expand(5), 1e-12) and not reward.requires_grad
 
 
 def test_full_vocabulary_kl_of_barred_tokens_and_dtypes():
@@ -273,18 +137,6 @@ def test_full_vocabulary_kl_of_barred_tokens_and_dtypes():
 # In the reward
 
 
-def test_expected_gradients_in_the_reward():
-    fresh, stale = Case(fresh=True), Case()
-    reverse, forward = fresh.grad(fresh.reverse), fresh.grad(fresh.forward)
-    for name in ("k1", "k4"):
-        assert close(fresh.reward_grad(name), reverse)
-        assert close(stale.reward_grad(name), reverse - stale.grad(kl_of(stale.logp, stale.old)))
-    assert close(fresh.reward_grad("k3"), reverse - forward)
-    for name in ("k2", "k3", "abs"):
-        assert cosine(fresh.reward_grad(name), reverse) < -0.6, name  # here they push uphill
-    assert close(stale.reward_grad("k1", at=stale.logp), reverse)  # recomputed at pi: right on stale samples too
-
-
 def test_reward_takes_no_gradient_and_needs_k1_to_rise_with_d():
     d = torch.linspace(-6, 6, 121, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(121, dtype=torch.bool)
@@ -294,52 +146,6 @@ def test_reward_takes_no_gradient_and_needs_k1_to_rise_with_d():
         assert bool((reward.diff() >= 0).all()) == (name in ("k1", "k4")), name
         assert (reward[d > 0] > 0).all(), name  # the reward loses this, so a token with pi > ref gets less
     assert (kl.kl_reward(d, 0 * d, mask, estimator="k1")[d < 0] < 0).all()
-
-
-@pytest.mark.integration
-def test_gradient_flow_without_a_task_reward():
-    """Descend each expected gradient from 8 starts near a reference: some terms find it, some leave."""
-
-    def end_and_start(term) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        ref_logits, noise = torch.randn(2, 8, 5, generator=generator, dtype=torch.float64)
-        theta = ref_logits + 0.5 * noise
-        ref, mask = ref_logits.log_softmax(-1), torch.ones(8, 5, dtype=torch.bool)
-        start = kl_of(theta.log_softmax(-1), ref)
-        for _ in range(1000):
-            theta = theta.detach().requires_grad_()
-            logp = theta.log_softmax(-1)
-            theta = theta - grad((logp.exp().detach() * term(logp, ref, mask)).sum(), theta)
-        return kl_of(theta.log_softmax(-1), ref).detach(), start
-
-    def in_reward(name):
-        return lambda logp, ref, mask: logp * kl.kl_reward(logp, ref, mask, estimator=name)
-
-    def in_loss(name):
-        return lambda logp, ref, mask: kl_loss(logp, logp.detach(), ref, mask, estimator=name)
-
-    for term in (in_reward("k1"), in_loss("k2"), in_loss("k3"), in_loss("k4")):
-        assert (end_and_start(term)[0] < 1e-10).all()
-    for name in ("k2", "k3"):
-        end, start = end_and_start(in_reward(name))
-        assert (end > start).sum() >= 7 and end.mean() > 5 * start.mean(), name  # a rare start is drawn in
-    end, start = end_and_start(in_loss("k1"))
-    assert close(end, start, 1e-9)
-
-
-def test_a_clipped_token_is_pulled_back_from_the_loss_only():
-    logp = f64([-0.5]).requires_grad_()
-    old, ref, mask = f64([-1.0]), f64([-2.0]), torch.ones(1, dtype=torch.bool)
-    ratio = (logp - old).exp()  # 1.65, above 1.2
-
-    def surrogate(advantage: Tensor) -> Tensor:
-        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
-
-    penalised = 5 - 0.5 * kl.kl_reward(old, ref, mask, estimator="k1")
-    assert penalised.item() == 4.5 and grad(surrogate(penalised), logp).item() == 0
-    for name, gradient in [(name, gradient) for name in SAMPLED for gradient in ("naive", "unbiased")]:
-        loss = kl_loss(logp, old, ref, mask, estimator=name, gradient=gradient).sum()
-        assert grad(0.5 * loss - surrogate(f64([5.0])), logp).item() > 0.3, name
 
 
 # Sequences: 3 tokens of a vocabulary of 3, all 27 of them, each policy a table over prefixes
@@ -398,28 +204,6 @@ def test_sequence_kl():
 # Masks and numerics
 
 
-@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
-@pytest.mark.parametrize("name", SAMPLED)
-def test_padding_and_splitting_change_nothing(name, gradient):
-    generator = torch.Generator().manual_seed(0)
-    logp, old, ref = -torch.rand(3, 4, 9, generator=generator, dtype=torch.float64)
-    lengths = torch.tensor([9, 2, 5, 4])
-    mask = torch.arange(9) < lengths[:, None]
-
-    def weighted(parts) -> tuple[Tensor, Tensor]:
-        leaf = logp.clone().requires_grad_()
-        loss = f64(0.0)
-        for rows, width in parts:
-            cut = [x[rows, :width] for x in (leaf, old, ref, mask)]
-            loss = loss + kl_loss(*cut, estimator=name, gradient=gradient).sum() / mask.sum()
-        return loss.detach(), grad(loss, leaf)
-
-    whole, whole_grad = weighted([(slice(0, 4), 9)])
-    split, split_grad = weighted([(slice(0, 1), 9), (slice(1, 2), 2), (slice(2, 4), 5)])
-    assert close(whole, split) and close(whole_grad, split_grad)
-    assert (whole_grad[~mask] == 0).all() and (whole_grad[mask] != 0).all()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", kl.ESTIMATORS)
 def test_masked_places_reach_neither_the_reward_nor_what_is_logged(name, bad):
@@ -451,27 +235,6 @@ def test_far_from_the_reference_in_float32(name, gradient, log_ratio):
         assert (slope.abs() <= 100).all()
 
 
-def test_naive_is_untouched_up_to_its_limit():
-    d = torch.linspace(-19.9, 60, 400, dtype=torch.float64)
-    logp = d.clone().requires_grad_()
-    old = logp.detach() - 19.9
-    for name in SAMPLED:
-        loss = kl_loss(logp, old, 0 * d, torch.ones(400, dtype=torch.bool), estimator=name)
-        expected = by_autograd(name, logp, (logp - old).exp())
-        assert torch.allclose(loss, expected, rtol=1e-12, atol=1e-12), name
-        assert torch.allclose(grad(loss.sum(), logp), grad(expected.sum(), logp), rtol=1e-12, atol=1e-12), name
-
-
-def test_naive_keeps_its_last_size_beyond_its_limit():
-    """The exponent is held, not the exponential: value and slope of k3 stay where they were, and only d goes on."""
-    d = f64([-20.0, -21.0, -90.0, -200.0])
-    logp = d.clone().requires_grad_()
-    loss = kl_loss(logp, d, 0 * d, torch.ones(4, dtype=torch.bool), estimator="k3")
-    value = loss.detach()
-    assert torch.equal(value, value[:1].expand(4)) and value[0].item() == pytest.approx(math.exp(20) - 21)
-    assert close(grad(loss.sum(), logp), f64([1 - math.exp(20)] * 4), 1e-3)
-
-
 def test_bfloat16_is_upcast_before_the_subtraction():
     leaf, old, ref = (torch.tensor(x).bfloat16() for x in ([-11.4375, -0.1], [-11.3, -0.11], [-11.375, -0.0004]))
     mask = torch.ones(2, dtype=torch.bool)
@@ -486,45 +249,15 @@ def test_bfloat16_is_upcast_before_the_subtraction():
 # Names, errors, and what the settings say
 
 
-@pytest.mark.parametrize("name", [*kl.ESTIMATORS, *kl.ALIASES])
-@pytest.mark.parametrize("shape", [(), (6,), (2, 3), (2, 3, 4)])
-def test_every_name_runs_in_every_shape(name, shape):
-    logp = torch.full(shape, -1.0).requires_grad_()
-    mask, full = torch.ones(shape, dtype=torch.bool), torch.full(shape, 0.7).requires_grad_()
-    for gradient in ("naive", "unbiased"):
-        old, ref = logp.detach() - 0.1, logp.detach() - 0.3
-        loss = kl_loss(logp, old, ref, mask, estimator=name, gradient=gradient, full_kl=full)
-        assert loss.shape == shape and (loss > 0).all()
-        leaf = full if kl.canonical_name(name) == "full" else logp
-        assert (grad(loss.sum(), leaf) > 0).all()
-    assert kl.kl_reward(logp, logp - 0.3, mask, estimator=name, full_kl=full).shape == shape
-
-
-def test_aliases_mean_what_others_mean_by_them():
-    d = f64([0.7])
-    one = torch.ones(1, dtype=torch.bool)
-    value = {name: kl_loss(d, d - 0.4, 0 * d, one, estimator=name).item() for name in kl.ALIASES}
-    k3 = math.exp(-0.7) - 1 + 0.7
-    expected = {
-        "kl": 0.7,
-        "kl1": 0.7,
-        "mse": 0.245,
-        "kl2": 0.245,
-        "low_var_kl": k3,
-        "kl3": k3,
-        "kl4": math.exp(0.4) * 0.7,
-    }
-    assert value == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", SAMPLED)
-def test_at_the_reference(name):
-    case = Case(ref=kl.THETA, fresh=True)
-    for gradient in ("naive", "unbiased"):
-        assert (case.loss(name, gradient) == 0).all()
-        noise = case.sample_grads(case.loss(name, gradient)).abs().max()
-        assert (noise > 0.1) == (gradient == "naive" and name in ("k1", "k4"))
-        assert noise == 0 or noise > 0.1
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3, 4)], ids=str)
+def test_names_of_others_mean_the_same_in_the_reward_in_every_shape(shape):
+    """In the loss they do, too: tests/unit/test_loss.py."""
+    logp, mask = torch.full(shape, -1.0), torch.ones(shape, dtype=torch.bool)
+    assert fp64_update.ALIASES.keys() == kl.ALIASES.keys()
+    for name, ours in fp64_update.ALIASES.items():
+        found = kl.kl_reward(logp, logp - 0.3, mask, estimator=name)
+        expected = fp64_update.kl_value(ours, logp, logp, logp - 0.3)[0]
+        assert found.shape == shape and close(found, expected, 1e-6)
 
 
 def test_what_is_logged_and_the_reward_have_no_gradient():
@@ -746,14 +479,6 @@ def test_adaptive_controller():
     assert controller.update(6.0, 100) == before
     other = kl.AdaptiveKLController(controller.coef, target=6.0, horizon=1000)  # coef is its whole state
     assert other.update(7.0, 64) == controller.update(7.0, 64)
-
-
-def test_adaptive_controller_steers_to_its_target():
-    controller = kl.AdaptiveKLController(0.01, target=2.0, horizon=1000)
-    for _ in range(400):
-        current = 0.4 / controller.coef  # a policy whose KL falls as beta rises: 2 nats at beta 0.2
-        controller.update(current, 256)
-    assert controller.coef == pytest.approx(0.2, rel=1e-3)
 
 
 def test_adaptive_controller_errors():
