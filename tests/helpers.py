@@ -378,6 +378,10 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
     path.write_text(change(path.read_text()))
 
 
+def other_step(state: str) -> str:
+    return state.replace('"step": ', '"step": 1')
+
+
 # Kind -> (what is done to the newest checkpoint, what a resume says of it, whether the one before is taken).
 DAMAGE = {
     "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written", True),
@@ -385,7 +389,7 @@ DAMAGE = {
     "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing", True),
     "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing", True),
     "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read", True),
-    "a changed state": (lambda c: rewrite(c / "state.json", "{} ".format), "state.json has changed", True),
+    "a changed state": (lambda c: rewrite(c / "state.json", other_step), "state.json has changed", True),
     "an unfinished save": (lambda c: c.rename(c.with_name(c.name + ".partial")), "the save was not finished", True),
     "an empty latest": (lambda c: rewrite(c.parent / "latest", lambda _: ""), "does not name step_", False),
     "no latest": (lambda c: (c.parent / "latest").unlink(), "does not name step_", False),
