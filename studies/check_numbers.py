@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders a
 
 from check_subject import FAIL, OK, Finding, Subject, with_flags
 
-from kl_estimators import SETTINGS, make_tokens
+import kl_estimators
+from kl_estimators import make_tokens
 
 FIELDS = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T")
 LOGPROBS = (0.0, -1e-7, -1.0, -70.08, -1e4)  # exp(70.08 - 1) is a ratio of 1e30
@@ -37,10 +38,9 @@ def grid(
 def settings(args: Any) -> dict[str, tuple[float, Any]]:
     """(coefficient of the KL, arguments) by name: the script's own, and each KL in the loss and importance weight."""
     found = {"the given flags": (args.kl_coefficients[0], args)}
-    for place, estimator, gradient in SETTINGS:
+    for place, estimator in kl_estimators.settings(sys.modules[type(args).__module__]):
         if place == "loss":
-            changed = with_flags(args, kl_estimator=estimator, kl_gradient=gradient)
-            found[f"--kl_estimator {estimator} --kl_gradient {gradient}"] = (0.1, changed)
+            found[f"--kl_estimator {estimator}"] = (0.1, with_flags(args, kl_estimator=estimator))
     found["--truncated_importance_sampling_ratio_cap 2"] = (
         0.0,
         with_flags(args, truncated_importance_sampling_ratio_cap=2.0),

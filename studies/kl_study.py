@@ -92,8 +92,11 @@ def row(folder: Path) -> dict[str, object] | None:
         if value != default and name not in (*PRESENTATION, *PLACES):
             found[name] = value
     # What the study varies is in every row.
-    for name in ("seed", "beta", "num_mini_batches", "kl_placement", "kl_estimator", "kl_gradient"):
+    for name in ("seed", "beta", "num_mini_batches", "kl_placement"):
         found[name] = run.args[name]
+    estimator = run.args["kl_reward_estimator" if run.args["kl_placement"] == "reward" else "kl_estimator"]
+    found["kl_estimator"] = estimator.removesuffix("+")
+    found["kl_gradient"] = "unbiased" if estimator.endswith("+") else "naive"
     found["commit"] = config.get("git", {}).get("commit", "")[:10]
     found["steps"] = run.metrics[-1]["step"]
     found["base pass@1"] = run.curve("eval/pass@1").iloc[0]
