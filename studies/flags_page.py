@@ -16,17 +16,15 @@ from runtime.arguments.other_names import table
 PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """# Flags: the names that other frameworks use
 
-`python grpo.py --help` has all flags. If you give `grpo.py` or `ppo.py` names of verl, TRL, open-instruct, OpenRLHF,
-AReaL or TinyZero, one error says what to pass instead. That error and this page come from
+`python grpo.py --help` has all flags. This page lists the names of verl, TRL, open-instruct, OpenRLHF, AReaL and
+TinyZero, and what to pass to `grpo.py` or `ppo.py` instead. If a command line has such names, one error answers them
+all, and also says why some of them have no flag here, which this page leaves out. Both are made from
 `runtime/arguments/other_names.tsv`. `--preset NAME` sets how a framework learns by default
 ([presets](maintainers/README.md)), so that a command needs only what differs from that.
 
-In the last column, *this* is the value that their command gives. A star in a name stands for any text. Names of
-OpenRLHF with a dot are those of 0.10 and later; names of AReaL that begin with `ppo.`, `dataset.` or `exp_ctrl.` are
-those of 0.3. Names that are the same here and there, such as `learning_rate`, are left out unless their values differ.
-
-| framework | their name | here | value |
-|---|---|---|---|
+*This* is the value that their command gives. A star in a name stands for any text. Names of OpenRLHF with a dot are
+those of 0.10 and later; names of AReaL that begin with `ppo.`, `dataset.` or `exp_ctrl.` are those of 0.3. Names
+that are the same here and there, such as `learning_rate`, are left out unless their values differ.
 """
 
 
@@ -36,9 +34,14 @@ def code(names: str) -> str:
 
 
 def page() -> str:
-    """Return the text of docs/flags.md."""
-    rows = [(row.frameworks, code(row.theirs), code(row.ours) if row.ours else "no flag", row.how) for row in table()]
-    return INTRODUCTION + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    """Return the text of docs/flags.md: a table for each framework, or for several whose names are the same."""
+    tables = {}
+    for row in table():
+        if row.ours:
+            line = f"| {code(row.theirs)} | {code(row.ours)}{row.how and ': '}{row.how} |\n"
+            tables.setdefault(row.frameworks, []).append(line)
+    parts = [f"\n## {name}\n\n| their name | here |\n|---|---|\n{''.join(lines)}" for name, lines in tables.items()]
+    return INTRODUCTION + "".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train policies that are tables with each KL estimator, so small that the exact KL of a whole sequence is known.
 
-    python studies/kl_demo.py                    20 seconds; prints the numbers, draws docs/maintainers/kl_demo.png
+    python studies/kl_demo.py                    20 seconds; prints the numbers, draws kl_demo.png
     python studies/kl_demo.py --output kl.png
 
 The exit code is 0 if k1 in the loss raises the KL with beta and every other estimator lowers it. Each run is GRPO: per
@@ -234,7 +234,7 @@ def demo(picture: str) -> bool:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train small tables with each KL estimator and draw their KL.")
-    parser.add_argument("--output", metavar="PNG", default="docs/maintainers/kl_demo.png")
+    parser.add_argument("--output", metavar="PNG", default="kl_demo.png")
     args = parser.parse_args()
     passed = demo(args.output)
     raise SystemExit(0 if passed else 1)

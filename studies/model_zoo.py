@@ -2,7 +2,7 @@
 
     python studies/model_zoo.py                     all models; continues where it was stopped
     python studies/model_zoo.py --only smollm3      one model (its name in the table below), printed as JSON
-    python studies/model_zoo.py --write             all, and the table in docs/models.md
+    python studies/model_zoo.py --write             all, and the list and table in docs/models.md
 
 Each model has two layers, random weights and a tokenizer of 260 bytes. It goes through real commands, in fp32:
 
@@ -27,6 +27,7 @@ import re
 import shutil
 import signal
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -470,6 +471,22 @@ def table(rows: list[dict]) -> str:
     return "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |\n" for line in lines)
 
 
+def page_text(rows: list[dict]) -> str:
+    """Return the part of docs/models.md: a list of the models that need no flag, and a table of all others."""
+    plain, others = [], []
+    for row in rows:
+        found = dict(zip(HEAD, cells(row), strict=True))
+        exact = [name for name in ("shared", "padded", "packed") if found[name] == "exact"]
+        engine = "trains" if row.get("run") == "ok" else found["engine"].replace("|", "/")
+        if engine == "trains" and len(exact) == 3:
+            plain.append(f"`{row['name']}`")
+        else:
+            others.append(f"| `{row['name']}` | {engine} | {', '.join(exact)} |\n")
+    listed = textwrap.fill(", ".join(plain), 120, break_on_hyphens=False)
+    head = "| model | default engine | exact layouts |\n|---|---|---|\n"
+    return f"{len(plain)} models train with every layout:\n{listed}.\n\n{head}{''.join(others)}"
+
+
 def main() -> int:
     """Compute what is missing and print the table; exit code 1 if a row is neither right nor rejected at the start."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -477,7 +494,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "model_zoo", help="folder of results and logs")
     parser.add_argument("--limit", type=float, default=300, help="seconds of one part of a row, e.g. a run")
     parser.add_argument("--keep", action="store_true", help="keep models, runs and logs")
-    parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"write list and table to {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "rows.jsonl"
@@ -508,7 +525,7 @@ def main() -> int:
         print(f"wrong: {name}: {'; '.join(found)}")
     if args.write:
         before, _, after = PAGE.read_text().partition(MARKS[0])
-        PAGE.write_text(before + MARKS[0] + table(rows) + MARKS[1] + after.partition(MARKS[1])[2])
+        PAGE.write_text(before + MARKS[0] + page_text(rows) + MARKS[1] + after.partition(MARKS[1])[2])
     return bool(wrong)
 
 

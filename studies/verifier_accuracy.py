@@ -371,21 +371,21 @@ def run(
 
 HEAD = """# Graders compared
 
-Look here before you trust a reward. Labeled answers, scored by this project and by the graders that others train
-with. A false negative (FN) is a right answer that got no reward; a false positive (FP) a wrong one that got it, which
-a policy finds and repeats. Made by `python studies/verifier_accuracy.py`, whose docstring says how each is called;
-a hang is an answer that ran into the time-out of {seconds:g} s, milliseconds are of the processor.
+How well this project's verifiers and the graders that others train with judge labeled answers. A false negative (FN) is
+a right answer without reward, a false positive (FP) a wrong answer with reward, which a policy finds and repeats.
+Made by `python studies/verifier_accuracy.py`, whose docstring says how each grader is called. A hang is an answer that
+ran into the time-out of {seconds:g} s, and milliseconds are of the processor.
 
-The written families hold what is hard, on purpose: few of their right answers are the text of the truth. They were
-written along with this project's grader, which was repaired until it was right on nearly all of them, so they show
-which kinds of errors there are, not rates to expect. The other sets are public data.
+The written families are hard on purpose: few of their right answers are the text of the truth. They were written along
+with this project's grader, which was repaired until it was right on nearly all of them, so they show which kinds of
+errors there are, not rates to expect. The other sets are public data.
 
 Versions: {versions}.
 """
 
 
 def table(results: dict[str, tuple[Counter, dict]], rows: list[dict], by_family: bool) -> list[str]:
-    """Return a set's totals, one grader per line; and, if it has several families, their errors."""
+    """Return a set's totals, one grader per line; and two graders' errors in each of several families."""
     right = sum(row["label"] for row in rows)
     lines = [f"{right} right and {len(rows) - right} wrong answers.", ""]
     lines += ["| grader | FN | FP | hangs | raised | median ms | mean ms |", "|---|---|---|---|---|---|---|"]
@@ -395,14 +395,15 @@ def table(results: dict[str, tuple[Counter, dict]], rows: list[dict], by_family:
         lines.append(f"| {name} | {numbers} | {totals['median ms']:.1f} | {totals['mean ms']:.1f} |")
     families = Counter(row["family"] for row in rows)
     if len(families) > 1 and by_family:
-        lines += ["", "By family, FN / FP:", "", f"| family | right | wrong | {' | '.join(results)} |"]
-        lines.append("|---" * (3 + len(results)) + "|")
+        shown = [name for name in ("ours", "math-verify") if name in results]
+        lines += ["", "By family, FN/FP:", "", f"| family | right/wrong | {' | '.join(shown)} |"]
+        lines.append("|---" * (2 + len(shown)) + "|")
         for family, count in families.items():
             good = sum(row["label"] for row in rows if row["family"] == family)
             cells = []
-            for _, found in results.values():
-                cells.append(f"{found[family]['false negatives']} / {found[family]['false positives']}")
-            lines.append(f"| {family} | {good} | {count - good} | {' | '.join(cells)} |")
+            for _, found in (results[name] for name in shown):
+                cells.append(f"{found[family]['false negatives']}/{found[family]['false positives']}")
+            lines.append(f"| {family} | {good}/{count - good} | {' | '.join(cells)} |")
     return lines
 
 

@@ -2,7 +2,6 @@
 
     python tests/flag_effects.py                      every flag of both scripts; exit code 1 where one is dead
     python tests/flag_effects.py --only gamma beta    these flags
-    python tests/flag_effects.py --write              every flag, and docs/maintainers/flag_effects.md anew
     python tests/flag_effects.py --unhooked           unhook flags in copies of the project: each must be found dead
 
 A row is two runs of a script on a tiny random model, equal but for the flag. Each is a child forked from this process,
@@ -42,7 +41,6 @@ from flag_effect_rows import BASE, EVIDENCE, Row
 from helpers import read_jsonl
 
 SCRIPTS = ("grpo", "ppo")
-PAGE = ROOT / "docs" / "maintainers" / "flag_effects.md"
 PATIENCE = 240.0  # seconds for one run; the usual one takes three
 CLOSE = 1e-6  # numbers that differ by less, relative to the larger one or to 1, count as equal
 
@@ -702,53 +700,9 @@ def control(runs: Runs, scripts: tuple[str, ...]) -> Results:
     return results
 
 
-# ------------------------------------------------------------------------------------- docs/maintainers/flag_effects.md
-
-
-def literal(value: Any) -> str:
-    """A value as one types it."""
-    if isinstance(value, tuple):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value).replace("|", "\\|")
-
-
-def fixed_cells(flag: str) -> list[str]:
-    """The cells of a row of the page that follow from the sources: flag, scripts, default, tried, with what."""
-    scripts = [script for script in SCRIPTS if flag in flags_of(script)]
-    defaults = [literal(flag_effect_rows.default_of(importlib.import_module(script).Args, flag)) for script in scripts]
-    first = [f"`{f'--{flag}'}`", ", ".join(scripts), ", ".join(f"`{default}`" for default in dict.fromkeys(defaults))]
-    row = EVIDENCE[flag]
-    given = ", ".join(f"`{f'--{name}'} {literal(value)}`" for name, value in row.given.items())
-    needs = "; ".join(filter(None, [given, row.stage])) or "–"
-    tried = f"`{literal(row.tried)}`"
-    if flag in BASE:
-        tried += f" for `{literal(BASE[flag])}`"
-    return [*first, tried, needs]
-
-
 def every_flag() -> list[str]:
     """The arguments of all scripts, each once, in the order of their help."""
     return list(dict.fromkeys(flag for script in SCRIPTS for flag in flags_of(script)))
-
-
-def write_page(results: Results) -> None:
-    """Put the tables of flags and of observables into docs/maintainers/flag_effects.md, between their marks."""
-    lines = ["| flag | scripts | default | tried | with | seen to change |", "|---|---|---|---|---|---|"]
-    for flag in every_flag():
-        changed = next(results[script, flag][1] for script in SCRIPTS if (script, flag) in results)
-        lines.append(f"| {' | '.join([*fixed_cells(flag), changed.replace('|', chr(92) + '|')])} |")
-    names = ["| observable | what it is |", "|---|---|"]
-    names += [f"| {name} | {meaning} |" for name, meaning in OBSERVABLES.items()]
-    text = PAGE.read_text()
-    for mark, table in (("flags", lines), ("observables", names)):
-        before, rest = text.split(f"<!-- {mark} -->\n", 1)
-        after = rest.split(f"<!-- end of {mark} -->\n", 1)[1]
-        text = "\n".join([f"{before}<!-- {mark} -->", *table, f"<!-- end of {mark} -->\n{after}"])
-    PAGE.write_text(text)
 
 
 # ------------------------------------------------------------------------------------------------------- flags unhooked
@@ -827,11 +781,8 @@ def main() -> int:
     parser.add_argument("--script", choices=SCRIPTS, help="this script only (default: both)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--write", action="store_true", help="write docs/maintainers/flag_effects.md")
     parser.add_argument("--unhooked", action="store_true", help="unhook flags in copies: each must be found dead")
     args = parser.parse_args()
-    if args.write and (args.only or args.script):
-        parser.error("--write needs every flag of both scripts")
     if args.unhooked:
         return unhook_all(args.only)
     scripts = (args.script,) if args.script else SCRIPTS
@@ -857,8 +808,6 @@ def main() -> int:
     if args.json is not None:
         table = [[script, flag, *result] for (script, flag), result in results.items()]
         args.json.write_text(json.dumps(table) + "\n")
-    if args.write:
-        write_page(results)
     return int(dead > 0 or bool(missing))
 
 

@@ -1,6 +1,6 @@
 """Runs every test but those of a GPU (make test-gpu): in as many pieces as need be, two files at the same time.
 
-    make test-all                                                 every file; docs/maintainers/faults.md gets the result
+    make test-all                                                 every file; runs/all_tests/result.md gets the result
     python tests/run_all.py -m "slow or learn"                    what make test leaves out
     python tests/run_all.py tests/runs/test_fault_injection.py    one file, which the whole run need not repeat
 
@@ -37,8 +37,7 @@ from runtime.system import git, process
 
 KINDS = ("fast", "slow", "learn", "integration")
 OUTCOMES = ("passed", "failed", "skipped")
-DOC = ROOT / "docs" / "maintainers" / "faults.md"
-BEGIN, END = "<!-- all tests -->\n", "<!-- /all tests -->\n"  # around the result in DOC
+RESULT = ROOT / "runs" / "all_tests" / "result.md"
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2): children end with this process; it inherits orphans
 LIBC = ctypes.CDLL(None)
 REPORTS = defaultdict(list)  # of each test: set-up, call, clean-up
@@ -213,14 +212,14 @@ def main() -> int:
     if len(args.files) == 1:
         finish_file(files[0], args.marks, records[files[0]], args.limit)
     else:
-        before = dict(re.findall(r"^\| `(tests/\S+)` .* (\d+) \|$", DOC.read_text(), re.MULTILINE))
+        last = RESULT.read_text() if RESULT.exists() else ""
+        before = dict(re.findall(r"^\| `(tests/\S+)` .* (\d+) \|$", last, re.MULTILINE))
         files.sort(key=lambda file: -int(before.get(file, 0)))
         run_all([file for file in files if f"-m {args.marks}" not in merged(records[file])], args)
     tests = [found for path in records.values() for found in merged(path).values() if "outcome" in found]
     print(page(tests))
     if not args.files:
-        text, rest = DOC.read_text().split(BEGIN)
-        process.write_whole(DOC, f"{text}{BEGIN}{page(tests)}{END}{rest.split(END)[1]}")
+        process.write_whole(RESULT, page(tests))
     return int(any(found["outcome"] == "failed" for found in tests))
 
 

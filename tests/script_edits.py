@@ -386,17 +386,6 @@ HARMLESS = [
 
 
 EXAMPLES = [
-    harmless(
-        "right",
-        ('"leave_one_out"] = "standard"', '"leave_one_out", "mad"] = "standard"'),
-        (
-            '    elif kind == "leave_one_out":\n',
-            '    elif kind == "mad":\n'
-            "        centered_PG = centered_PG / (centered_PG.abs().mean(1, keepdim=True) + eps)\n"
-            '    elif kind == "leave_one_out":\n',
-        ),
-        flags=("--advantage_normalization_type", "mad"),
-    ),
     mistake("wrong", {2}, (OLD, "old_T=sampler_N[mb.tokens],")),
     mistake(
         "dead",
@@ -417,7 +406,7 @@ def example(edit: Edit, folder: Path) -> str:
         for x in difflib.unified_diff(old, edit.text().splitlines(), n=0, lineterm="")
         if x[:2] not in ("--", "++", "@@")
     ]
-    words = [*edit.flags, *([] if edit.name == "right" else ["--brief", "--parts", *map(str, sorted(edit.parts))])]
+    words = [*edit.flags, "--brief", "--parts", *map(str, sorted(edit.parts))]
     line = [sys.executable, str(ROOT / "scripts" / "check.py"), str(copy), *words]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
     command = " ".join(["python scripts/check.py", copy.name, *words])

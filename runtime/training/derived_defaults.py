@@ -1,7 +1,7 @@
 """Defaults that follow from model and data, where these are not the quickstart's. Imports no torch.
 
 The defaults of ``Args`` suit a model of 135M parameters that adds two digits. docs/maintainers/gpu.md has a table of
-what ten models and data sets get.
+them.
 """
 
 from __future__ import annotations

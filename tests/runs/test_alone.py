@@ -78,17 +78,16 @@ def test_no_file_of_the_project_is_in_the_way(tmp_path):
         assert "| torch" not in done.stderr
 
 
-def replaced(block: int, folder):
-    """Import grpo_min.py with the functions of a block of docs/grpo.md in place of its own."""
-    page = (ROOT / "docs" / "variants.md").read_text()
-    functions = re.findall(r"```python\n(def problems.*?)```", page, re.DOTALL)[block]
+def replaced(folder):
+    """Import grpo_min.py with the functions of docs/grpo.md in place of its own."""
+    page = (ROOT / "docs" / "grpo.md").read_text()
+    (functions,) = re.findall(r"```python\n(def problems.*?)```", page, re.DOTALL)
     text = (ROOT / "variants" / "grpo_min.py").read_text()
     start, end = text.index("def problems("), text.index("def parse_args(")
-    name = f"replaced_{block}"
-    (folder / f"{name}.py").write_text(f"{text[:start]}import json\n{functions}\n\n{text[end:]}")
+    (folder / "replaced.py").write_text(f"{text[:start]}import json\n{functions}\n\n{text[end:]}")
     sys.path.insert(0, str(folder))
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("replaced")
     finally:
         sys.path.remove(str(folder))
 
@@ -97,23 +96,9 @@ def test_the_page_s_gsm8k_trains(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     rows = [{"question": f"{k} plus 1000?", "answer": f"It is {k} + 1000.\n#### 1,{k:03}"} for k in range(20)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    small = replaced(0, tmp_path)
+    small = replaced(tmp_path)
     assert small.problems()[7] == ("7 plus 1000?", "1007")
     assert small.reward("It is 1,007", "1007") == 1 and small.reward("1007 and 1", "1007") == 0
-    words = f"--model_name_or_path {tiny} --rollout hf --steps 1 --max_response_length 4 --eval_prompts 4"
-    small.main(small.parse_args(words.split()))
-    assert "step   1  reward 0.000" in capsys.readouterr().out
-
-
-def test_the_page_s_countdown_trains(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    small = replaced(1, tmp_path)
-    for question, truth in small.problems()[:50]:
-        target, a, b, c = map(int, re.findall(r"-?\d+", question))
-        right = [f"{a} - {b} + {c}", f"{a}-{b}+{c} = {target}", f"{c} + {a} - {b}", f"-{b} + {a} + {c}"]
-        assert [small.reward(text, truth) for text in right] == [1.0] * 4
-        wrong = [str(target), f"{a} + {b} + {c}", f"{a} - {b} + {c} + 0", f"{target} = {a} - {b} + {c}", ""]
-        assert [small.reward(text, truth) for text in wrong] == [0.0] * 5
     words = f"--model_name_or_path {tiny} --rollout hf --steps 1 --max_response_length 4 --eval_prompts 4"
     small.main(small.parse_args(words.split()))
     assert "step   1  reward 0.000" in capsys.readouterr().out

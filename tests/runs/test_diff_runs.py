@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import diff_runs
 import numpy as np
 import pytest
-from helpers import ROOT
-
-
-@pytest.mark.slow
-def test_a_last_bit_is_named_in_every_phase():
-    """One number of a tiny run, changed by its last bit, in each of the nine phases."""
-    line = [sys.executable, str(ROOT / "tests" / "bit_flips.py"), "--trials", "1"]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=1500)
-    assert done.stdout.count("1 of 1 right") == 9, done.stdout + done.stderr
 
 
 def test_the_distance_counts_what_differs():

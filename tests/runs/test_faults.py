@@ -1,8 +1,8 @@
 """Faults of a run: how it ends or continues, and that the message names the cause.
 
-Each test injects some faults, and records the message that a user sees. When all tests have passed in one session,
-docs/maintainers/faults.md is written from the records; `make test ARGS="-m slow tests/runs/test_faults.py"` regenerates
-it. That needs root: its two nodes are network namespaces.
+Each test injects some faults, and records the message that a user sees. When all tests have passed in one session, as
+by `make test ARGS="-m slow tests/runs/test_faults.py"`, the records are written to runs/faults.md. That needs root: its
+two nodes are network namespaces.
 """
 
 from __future__ import annotations
@@ -54,14 +54,8 @@ from runtime.system import process
 from runtime.training import deepspeed_zero, pretrained
 
 pytestmark = pytest.mark.slow
-PAGE = ROOT / "docs" / "maintainers" / "faults.md"
-HEAD = """# Faults, and what a run does about them
-
-Written by `tests/runs/test_faults.py`, which injects each of these faults into a run and records what is printed.
-Numbers, paths and times are from that test. `tests/fault_injection.py` has one run meet thirty kinds of faults, and
-compares its end with that of a run that met none.
-
-| fault | injected by | what you see | the run |
+PAGE = ROOT / "runs" / "faults.md"
+HEAD = """| fault | injected by | what you see | the run |
 |---|---|---|---|
 """
 ENDS, GOES_ON, REFUSED = "ends", "continues", "does not start"
@@ -76,6 +70,7 @@ def note(fault: str, injection: str, text: str, words: str, run: str) -> None:
     line = re.sub(r"grpo__\S*?__seed=\d+", "runs/NAME", line)
     line = re.sub(r"process \d+ on [\w.-]+", "process 4711 on node3", line).replace("|", "\\|")
     line = line if len(line) <= 300 else line[:300] + " ..."
+    assert not re.match(r"raise |self\.|watch\.|return |\w+ = |def |memory ", line), f"{fault}: not a message: {line}"
     RECORDED[fault] = f"| {fault} | {injection} | `{line.replace('`', chr(39))}` | {run} |"
 
 
@@ -89,6 +84,7 @@ def page(request):
     """Written only when every fault of this file was injected and every test passed."""
     yield
     if request.session.testsfailed == 0 and len(RECORDED) == FAULTS:
+        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(HEAD + "".join(f"{RECORDED[name]}\n" for name in sorted(RECORDED)))
 
 
@@ -443,7 +439,7 @@ def test_all_rewards_zero(small, capfd):
 def test_the_loss_is_zero(small, capfd):
     metrics, text = goes_on(small(loss_norm="sequence"), capfd)
     assert all(abs(m["loss/total"]) < 1e-3 < m["optim/grad_norm"] for m in metrics)
-    assert "## The loss is about 0, or negative" in (ROOT / "docs" / "faq.md").read_text()
+    assert "| The loss is about 0, or negative |" in (ROOT / "docs" / "run.md").read_text()
     sentence = "`optim/grad_norm` is not 0; docs/run.md says why"
     observe("the loss is about 0 although the model learns", "one optimizer step a batch", sentence, GOES_ON)
     note("no progress is visible", "any run", text, "ETA 0:00:", GOES_ON)

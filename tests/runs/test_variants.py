@@ -100,7 +100,7 @@ def test_remaking_a_patch_changes_nothing(name):
 
 @pytest.mark.parametrize("name", [*NAMES, *WHOLE])
 def test_the_page_names_every_variant(name):
-    assert f"| `{name}` |" in (ROOT / "docs" / "variants.md").read_text()
+    assert f"| `{name}` |" in (ROOT / "docs" / "grpo.md").read_text()
 
 
 def test_the_page_has_the_flags_of_every_variant(modules):
@@ -111,7 +111,7 @@ def test_the_page_has_the_flags_of_every_variant(modules):
             return f"`--{'' if value else 'no-'}{name}`"
         return f"`--{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
 
-    page = (ROOT / "docs" / "variants.md").read_text()
+    page = (ROOT / "docs" / "grpo.md").read_text()
     ours = {field.name: field.default for field in dataclasses.fields(grpo.Args) if field.name != "exp_name"}
     for name, module in modules.items():
         theirs = {field.name: field.default for field in dataclasses.fields(module.Args) if field.name != "exp_name"}

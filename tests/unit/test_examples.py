@@ -1,11 +1,10 @@
-"""The programs in rewards.md and data.md of docs/reference, as they stand there: verifiers of one's own, a service."""
+"""examples/: a verifier of one's own, one that asks a service, and the service."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -20,13 +19,12 @@ from helpers import ROOT, run_here, tiny_args
 from graders.code import sandbox
 from rewards import RewardPool, find_verifier
 
-FAST = {"(0, 1, 5)": "(0, 0.05, 0.05)", "timeout=15": "timeout=0.5"}  # what the tests change in the page's programs
+FAST = {"(0, 1, 5)": "(0, 0.05, 0.05)", "timeout=15": "timeout=0.5"}  # what the tests change in the programs
 
 
-def program(holds: str, changes: dict[str, str] | None = None) -> str:
-    """The code block of the page that holds a text; each of the ``changes`` must be possible."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data_and_rewards.md").read_text(), re.DOTALL)
-    (found,) = [block for block in blocks if holds in block]
+def program(name: str, changes: dict[str, str] | None = None) -> str:
+    """The program of examples/; each of the ``changes`` must be possible."""
+    found = (ROOT / "examples" / name).read_text()
     for old, new in (changes or {}).items():
         assert found.count(old) == 1
         found = found.replace(old, new)
@@ -75,8 +73,8 @@ def service(monkeypatch):
 
 @pytest.fixture
 def remote(tmp_path) -> str:
-    """The page's verifier as --verifier takes it, with shorter waits."""
-    (tmp_path / "remote.py").write_text(program("def remote", FAST))
+    """The verifier as --verifier takes it, with shorter waits."""
+    (tmp_path / "remote.py").write_text(program("remote_verifier.py", FAST))
     return f"{tmp_path / 'remote.py'}:remote"
 
 
@@ -128,12 +126,12 @@ def free_port() -> int:
 
 
 @pytest.mark.integration
-def test_the_service_of_the_page(tmp_path, monkeypatch, remote):
-    """Both programs of the page, each in processes of its own: right, wrong and endless code."""
+def test_the_service(tmp_path, monkeypatch, remote):
+    """Both programs, each in processes of its own: right, wrong and endless code."""
     if why := sandbox.namespaces_refused():
         pytest.skip(f"the kernel gives no namespaces here: {why}")
-    (tmp_path / "service.py").write_text(program("ThreadingHTTPServer", {"timeout=12": "timeout=8"}))
-    (tmp_path / "remote.py").write_text(program("def remote"))
+    (tmp_path / "service.py").write_text(program("remote_verifier.py", {"timeout=12": "timeout=8"}))
+    (tmp_path / "remote.py").write_text(program("remote_verifier.py"))
     port = free_port()
     monkeypatch.setenv("VERIFIER_URL", f"http://127.0.0.1:{port}")
     command = [sys.executable, str(tmp_path / "service.py"), str(port), "1"]
@@ -159,37 +157,3 @@ def test_a_run_with_a_remote_verifier(service, remote, tiny, tmp_path):
     steps = run_here(tiny_args(tiny, tmp_path / "runs", verifier=remote))
     assert [step["reward/unscorable"] for step in steps] == [0, 0]
     assert len(service.attempts) > 32
-
-
-def test_code_in_form(tmp_path, monkeypatch):
-    """AReaL's rule for code and its form, by this project's verifiers."""
-    monkeypatch.setattr(sandbox, "allow_unsafe", bool(sandbox.namespaces_refused()))
-    (tmp_path / "form.py").write_text(program("def code_in_form"))
-    verify = find_verifier(f"{tmp_path / 'form.py'}:code_in_form")
-    tests = json.dumps({"inputs": ["2"], "outputs": ["4"]})
-    right, wrong = "```python\nprint(4)\n```", "```python\nprint(5)\n```"
-    form = "<think>x</think><answer>{}</answer>"
-    responses = [form.format(right), right, form.format(wrong), wrong]
-    assert [verify(response, tests, {}).score for response in responses] == [1.0, 1.0, -0.8, -1.0]
-    assert verify(responses[2], tests, {}).parts == {"correct": 0.0, "format": 1.0}
-
-
-def test_problems_and_tests_in_two_files(tmp_path):
-    """Joined by id, in any order, they load without a flag; a problem without tests is named."""
-    from grpo import Args
-    from rewards import truth_error
-    from runtime.data import problem_set
-
-    def write(name: str, rows: list[dict]) -> None:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    write("problems.jsonl", [{"id": i, "prompt": f"Print {i}."} for i in range(3)])
-    write("tests.jsonl", [{"id": i, "input_output": {"inputs": [""], "outputs": [str(i)]}} for i in (2, 0, 1)])
-    join = [sys.executable, "-c", program("joined.jsonl")]
-    subprocess.run(join, cwd=tmp_path, check=True, timeout=60)
-    problems = list(problem_set.read_problems(str(tmp_path / "joined.jsonl"), Args(), truth_error).values())
-    assert [(p.messages[0]["content"], p.verifier) for p in problems] == [(f"Print {i}.", "code") for i in range(3)]
-    assert [json.loads(p.truth)["outputs"] for p in problems] == [["0"], ["1"], ["2"]]
-    write("tests.jsonl", [{"id": 0, "input_output": {"inputs": [""], "outputs": ["0"]}}])
-    failed = subprocess.run(join, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert failed.returncode == 1 and "KeyError: 1" in failed.stderr

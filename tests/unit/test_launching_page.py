@@ -13,7 +13,7 @@ from submitted_jobs import submit
 import grpo
 from runtime.arguments import checks, flags
 
-PAGE = (ROOT / "docs" / "reference" / "launching.md").read_text()
+PAGE = (ROOT / "docs" / "launching.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -54,8 +54,8 @@ def test_the_example_of_trainers_and_engines():
 
 
 def test_the_loop_that_evaluates_each_save_submits_each_once(tmp_path):
-    """As it stands on the page: whole checkpoints alone, also one that appears later; their models are copied."""
-    (block,) = [part for part in PAGE.split("```") if "until [ -d $run/model ]" in part]
+    """examples/evaluate_saves.sh: whole checkpoints alone, also one that appears later; their models are copied."""
+    block = (ROOT / "examples" / "evaluate_saves.sh").read_text()
     saves = tmp_path / "runs" / "NAME" / "checkpoints"
     for name in ("step_000010", "step_000030.partial"):
         (saves / name / "model").mkdir(parents=True)
@@ -65,7 +65,8 @@ def test_the_loop_that_evaluates_each_save_submits_each_once(tmp_path):
         "sleep() { mkdir -p $run/checkpoints/step_000020/model; [ ! -e slept ] || mkdir -p $run/model; touch slept; }\n"
     )
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    subprocess.run(["bash", "-eu", "-c", late + block], cwd=tmp_path, env=environment, check=True, timeout=20)
+    command = ["bash", "-eu", "-c", late + block, "evaluate_saves.sh", "runs/NAME"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=20)
     lines = (tmp_path / "submitted").read_text().splitlines()
     copies = [line.split("--model_name_or_path ")[1].split()[0] for line in lines]
     assert copies == ["runs/NAME/evals/step_000010", "runs/NAME/evals/step_000020"]

@@ -1,4 +1,4 @@
-"""tests/random_mutations.py: what it draws, and that it tells what tests notice, what they do not, and what hangs."""
+"""tests/mutations.py: what it draws, and that it tells what tests notice, what they do not, and what hangs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 
+import mutations
 import pytest
-import random_mutations
 from helpers import ROOT, script
-from random_mutations import FILES, choose, draw, moved_lines, mutations_of, report, signature
+from mutations import FILES, draw, mutations_of
 
 # A third of the code: to find all mutations of a file takes longer than to draw from them.
 SOURCES = {file: (ROOT / file).read_bytes() for file in FILES[::3]}
@@ -45,46 +45,9 @@ def test_every_kind_is_drawn_and_compiles(everything):
     }
 
 
-def test_a_key_stays_when_lines_move():
-    """Results and the list of equivalent mutations outlive an edit elsewhere in the file."""
-    source = b"def f(a, b):\n    return a - b\n"
-    before = {m.key: m.line for m in mutations_of("f.py", source)}
-    after = {m.key: m.line for m in mutations_of("f.py", b"import os\n\n" + source)}
-    assert before and {key: line + 2 for key, line in before.items()} == after
-    assert moved_lines("a\nb\nc", "x\na\nb\nnew\nc") == {1: 2, 2: 3, 3: 5}
-
-
-def test_a_draw_outlives_an_edit(tmp_path):
-    """The same mutations are tried when lines have moved; one whose line has changed is gone, and none comes in."""
-    source = b"def f(a, b):\n    c = a - b\n    return c * b\n"
-    first = random_mutations.remembered(tmp_path / "drawn.json", {"f.py": source}, 2, 1)
-    edited = b"import os\n\n" + source.replace(b"c * b", b"c / b")
-    second = random_mutations.remembered(tmp_path / "drawn.json", {"f.py": edited}, 2, 1)
-    kept = [m for m in first if "a - b" in m.before]
-    assert len(first) == 2 and len(kept) == 1
-    assert [(m.key, m.line) for m in second] == [(m.key, m.line + 2) for m in kept]
-
-
 def test_messages_annotations_and_docstrings_are_left_alone():
     source = b'def f(a: int = 3) -> "int":\n    """1 + 1"""\n    raise ValueError(f"{a + 1}", 2 + 2)\n'
     assert [m.text for m in mutations_of("f.py", source)] == ["4", "2", "pass"]
-
-
-def test_the_tests_of_a_line_come_cheapest_first_and_within_the_budget():
-    mutation = mutations_of("f.py", b"def f(a, b):\n    return a - b\n")[0]
-    near = {"lines": {"f.py": [2]}, "processes": False}
-    far = {"lines": {"f.py": [9]}, "processes": True}
-    touched = {"slow": near | {"seconds": 3}, "quick": near | {"seconds": 1}, "long": near | {"seconds": 30}}
-    touched |= {"process": far | {"seconds": 2}, "other": {"lines": {"g.py": [2]}, "processes": False, "seconds": 0}}
-    touched |= {"program": {"lines": {}, "processes": True, "seconds": 5}}
-    touched |= {"reader": {"lines": {}, "processes": True, "reads": ["f.py"], "seconds": 2.5}}
-    assert list(choose(mutation, 2, touched, 10)) == ["quick", "slow", "reader", "process"]
-    assert list(choose(mutation, 2, touched, 48)) == ["quick", "slow", "long", "reader", "process", "program"]
-    assert list(choose(mutation, 2, touched, 48, unseen=False)) == ["quick", "slow", "long"]
-    passed = frozenset({signature("quick", near), signature("process", far | {"stamp": "as it was"})})
-    assert list(choose(mutation, 2, touched, 10, passed)) == ["slow", "reader", "process"]
-    imported = mutations_of("f.py", b"def f():\n    pass\n\nX = 1\n")[0]
-    assert list(choose(imported, 4, touched, 10)) == ["quick", "process", "slow", "other", "reader"]
 
 
 PROGRAM = """
@@ -138,17 +101,17 @@ def test_killed_survived_and_hanging_are_told_apart(tmp_path):
         "import sys\n"
         f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
         "from pathlib import Path\n"
-        "import random_mutations as r\n"
+        "import mutations as r\n"
         f"r.ROOT = Path({str(project)!r})\n"
         "r.EQUIVALENT = r.ROOT / 'equivalent.jsonl'\n"
         "r.HEAVY = ()\n"
         "r.START = 1.0\n"
-        "print(r.run(8, 31, r.ROOT / 'results', 10.0, False))\n"
+        "print(r.run(8, 31, r.ROOT / 'results', 10.0))\n"
     )
     first = subprocess.run(script(str(program)), capture_output=True, text=True, timeout=120)
     assert first.returncode == 0, first.stdout + first.stderr
     results = {}
-    for line in (project / "results" / "mutations-31.jsonl").read_text().splitlines():
+    for line in (project / "results" / "mutations-8-31.jsonl").read_text().splitlines():
         entry = json.loads(line)
         results[entry["mutation"].partition(": ")[2]] = (entry["state"], entry["by"])
     states = {key: state for key, (state, _) in results.items()}
@@ -165,18 +128,16 @@ def test_killed_survived_and_hanging_are_told_apart(tmp_path):
     assert " by " not in second.stdout, "nothing is tried twice"
 
 
+def test_every_known_bug_applies_and_is_python():
+    sources = {file: (ROOT / file).read_bytes() for file in FILES}
+    assert len(mutations.known(sources)) > 40
+
+
 def test_equivalent_mutations_name_mutations_that_are_there():
     """Each has its reason; one whose line has changed is to be looked at again."""
-    entries = random_mutations.read_lines(random_mutations.EQUIVALENT)
+    entries = mutations.read_lines(mutations.EQUIVALENT)
     files = {entry["mutation"].split()[0] for entry in entries}
     known = {m.key for file in files for m in mutations_of(file, (ROOT / file).read_bytes())}
     for entry in entries:
         assert entry["mutation"] in known, entry["mutation"]
         assert len(entry["why"]) > 20
-
-
-def test_the_report_counts_by_file():
-    drawn = [{"file": "utils.py", "key": str(i)} for i in range(4)]
-    done = {"0": {"state": "killed"}, "1": {"state": "survived"}, "2": {"state": "survived"}}
-    table = report(drawn, done, {"2"}).splitlines()
-    assert table[-1].split() == ["all", "4", "1", "1", "1", "50.0%"]

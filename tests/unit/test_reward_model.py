@@ -13,7 +13,6 @@ import pytest
 from helpers import ROOT, run_here, tiny_args
 
 import rewards
-from graders import ifeval
 from grpo import Args
 from rewards import Reward
 from runtime.run.reward_model import RewardModel
@@ -352,13 +351,10 @@ def test_run(classifier, tiny, tmp_path):
 
 
 def test_the_page_is_complete():
-    """docs/data_and_rewards.md names every verifier, every constraint, and every flag of rewards."""
-    page = (ROOT / "docs" / "reference" / "rewards.md").read_text()
-    for name in rewards.VERIFIERS:
-        assert f"| `{name}` |" in page
-    for name in ifeval.CONSTRAINTS:
-        assert f"`{name}`" in page
-    rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
+    """docs/data_and_rewards.md has a row for every verifier, and names every flag of rewards."""
+    page = (ROOT / "docs" / "data_and_rewards.md").read_text()
+    table = page.partition("\n| verifier |")[2].partition("\n\n")[0]
+    rows = [line.split("|")[1].strip(" `") for line in table.splitlines() if line.startswith("| `")]
     assert set(rows) == set(rewards.VERIFIERS)
     flags = {name for name in vars(Args()) if name.startswith("reward_")}
     for name in flags | {"verifier", "verifier_key", "bad_rows", "allow_unsafe_code_exec", "overlong_buffer"}:

@@ -117,12 +117,8 @@ def test_fails_to_clean_up(request):
 def test_of_a_gpu():
     raise ValueError
 """
-OLD = """before
-<!-- all tests -->
-| `tests/test_b.py` | 0 | 0 | 0 | 0 | 5 |
+OLD = """| `tests/test_b.py` | 0 | 0 | 0 | 0 | 5 |
 | `tests/test_a.py` | 0 | 0 | 0 | 0 | 9 |
-<!-- /all tests -->
-the rest
 """
 RESULT = """| fast | 1 | 3 | 0 | 0 | 0 |
 | slow | 0 | 2 | 0 | 0 | 0 |
@@ -141,24 +137,23 @@ Files with slow or learning tests:
 | file | passed | failed | skipped | seconds | CPU |
 |---|---|---|---|---|---|
 | `tests/test_a.py` | 1 | 4 | 1 | 0 | 0 |
-<!-- /all tests -->
-the rest
 """
 
 
 @pytest.mark.slow
 def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path):
-    """Each test has one line of outcome; nothing is left over, also of a run that is signaled to end; the page is kept.
+    """Each test has one line of outcome; nothing is left over, also of a run that is signaled to end.
 
     A file whose tests have ended is run again when the project has changed, or itself, not when another test has.
     """
-    for folder in ("tests", "docs/maintainers"):
+    for folder in ("tests", "docs", "runs/all_tests"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "run_all.py", tmp_path / "tests")
     (tmp_path / "runtime").symlink_to(ROOT / "runtime")
     (tmp_path / "tests" / "test_a.py").write_text(TESTS)
     (tmp_path / "tests" / "test_b.py").write_text("import nowhere")
-    (tmp_path / "docs" / "evidence" / "survival.md").write_text(OLD)
+    (tmp_path / "runs" / "all_tests" / "result.md").write_text(OLD)
+    (tmp_path / "docs" / "page.txt").write_text("a page\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  learn\n  gpu\n")
     (tmp_path / "grpo.py").write_text("")
     for words in (["init", "-q"], ["add", "--all"]):
@@ -177,14 +172,14 @@ def test_a_whole_run_goes_on_after_tests_that_die_and_after_its_own_end(tmp_path
     (tmp_path / "broken").touch()  # what has passed is not run again
     second = subprocess.run([*line, "8"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert second.returncode == 1, second.stderr
-    page = (tmp_path / "docs" / "evidence" / "survival.md").read_text()
-    assert page.startswith("before\n<!-- all tests -->\nCommit ") and page.endswith(RESULT), page
+    page = (tmp_path / "runs" / "all_tests" / "result.md").read_text()
+    assert page.startswith("Commit ") and page.endswith(RESULT), page
     (record,) = (tmp_path / "runs" / "all_tests").glob("tests.test_a.py.*.jsonl")
     ended = [line for line in read_jsonl(record) if "outcome" in line]
     assert len(ended) == 6 and "ValueError" in ended[1]["why"]
     assert [line["why"] for line in ended if "ended with" in line["why"]] == ["pytest ended with -9"] * 2
     (tmp_path / "quick").touch()
-    for changed, again in (("tests/test_b.py", 1), ("grpo.py", 2), ("docs/maintainers/faults.md", 0)):
+    for changed, again in (("tests/test_b.py", 1), ("grpo.py", 2), ("docs/page.txt", 0)):
         text = (tmp_path / changed).read_text()
         (tmp_path / changed).write_text(text.replace("import nowhere", "") + "\n")
         third = subprocess.run([*line, "60"], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -100,7 +100,7 @@ def test_three_guesses_that_halve_what_is_left_find_every_digit(tiny):
 @pytest.mark.parametrize("name", ["calculator", "guess"])
 def test_the_command_that_learns_stands_in_the_file_and_on_the_page(name):
     """Word by word. The page's commands are parsed in test_pages.py, those of the other files here."""
-    joined = re.sub(r"\\\n\s+", " ", (ROOT / "docs" / "reference" / "environments.md").read_text())
+    joined = re.sub(r"\\\n\s+", " ", (ROOT / "docs" / "environments.md").read_text())
     text = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
     lines = [" ".join(line.split()) for line in re.sub(r"\\\n", " ", text).splitlines()]
     lines = [line for line in lines if line.startswith("python ")]

@@ -68,7 +68,7 @@ TOLD = {
 
 
 def test_an_observation_has_at_most_as_many_characters_as_its_page_says():
-    """10,000 (docs/data_and_rewards.md), or max_characters of the class."""
+    """10,000 (docs/environments.md), or max_characters of the class."""
     assert user_objects.clean("x" * 10_000, None) == "x" * 10_000
     assert user_objects.clean("x" * 10_001, None) == "x" * 10_000 + "\n[cut: 10001 characters]"
     assert user_objects.clean("abc", SimpleNamespace(max_characters=2)) == "ab\n[cut: 3 characters]"
@@ -479,7 +479,7 @@ def test_a_helper_next_to_the_file_is_imported_before_a_project_file_of_its_name
 
 
 def test_the_page_has_a_game_that_can_be_played(tiny, tmp_path):
-    page = (ROOT / "docs" / "data_and_rewards.md").read_text().partition("## Environments")[2]
+    page = (ROOT / "docs" / "environments.md").read_text()
     code = page.partition("```python\n")[2].partition("```")[0]
     (tmp_path / "guess.py").write_text(code)
     one = Player(tiny, "Guess", environment=f"{tmp_path / 'guess.py'}:Guess")

@@ -679,10 +679,7 @@ def world(tmp_path, monkeypatch):
 @isolated
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attacks(family, world):
-    """No program passes that does not add, none takes longer than its limit, and nothing is left of any.
-
-    The row of docs/data_and_rewards.md is what is found here.
-    """
+    """No program passes that does not add, none takes longer than its limit, and nothing is left of any."""
     aimed, left = world
     meets, programs = FAMILIES[family]
     passed, stayed, slow, longest = [], [], [], 0.0
@@ -697,14 +694,11 @@ def test_attacks(family, world):
     row = f"| {family} | {len(programs)} | {len(passed)} | {len(stayed)} | {meets} |"
     print(f"{row} the longest {longest:.1f} s")
     assert (passed, stayed, slow) == ([], [], [])
-    assert row in (ROOT / "docs" / "data_and_rewards.md").read_text()
 
 
 def test_there_are_two_hundred_attacks():
-    page = (ROOT / "docs" / "data_and_rewards.md").read_text()
-    table = [line for line in page.splitlines() if line.startswith("| ")]
-    rows = [line for line in table if any(line.startswith(f"| {family} |") for family in FAMILIES)]
-    assert len(rows) == len(FAMILIES)
+    page = " ".join((ROOT / "docs" / "data_and_rewards.md").read_text().split())
+    assert f"Of {sum(len(programs) for _, programs in FAMILIES.values())} programs that attack the sandbox" in page
     assert len(set(ATTACKS.values())) == len(ATTACKS) >= 200
 
 

@@ -168,7 +168,7 @@ def test_the_table_is_of_one_model_each():
 
 @pytest.mark.slow
 def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsys):
-    """The figures, and every line of every table of docs/maintainers/kl_study.md; raw results stay below 1 MB."""
+    """The figures, and every line of the table of docs/maintainers/kl_study.md; raw results stay below 1 MB."""
     assert kl_study.TABLE.stat().st_size < 1e6
     monkeypatch.setattr(sys, "argv", ["kl_study.py", "--output", str(tmp_path)])
     kl_study.main()
@@ -179,7 +179,7 @@ def test_one_command_redraws_everything_in_the_docs(tmp_path, monkeypatch, capsy
     assert figures == {path.name for path in tmp_path.iterdir()} and len(figures) == 2
     marked = study.split("<!-- studies/kl_study.py -->")[1::2]  # the tables of the command stand between these marks
     lines = [line for part in marked for line in part.splitlines() if line.startswith("|")]
-    assert len(lines) > 40
+    assert len(lines) > 10
     assert [line for line in lines if line not in printed] == []
 
 

@@ -668,7 +668,7 @@ def test_otb_has_less_noise_than_the_mean_and_little_more_than_the_best():
         assert variances[2] < variances[1] < variances[0]
         saved.append([1 - x / variances[0] for x in variances[1:]])
     medians = torch.tensor(saved).median(0).values.tolist()
-    assert [round(x, 2) for x in medians] == [0.08, 0.09]  # the page has them
+    assert [round(x, 2) for x in medians] == [0.08, 0.09]
 
 
 def two_rewards_by_hand(name: str, where: str) -> tuple[Tensor, float]:
@@ -748,7 +748,7 @@ def test_what_an_advantage_of_two_rewards_ascends():
                 chances = world.probabilities(policies.pi)[world.prompts == prompt] * 2
                 solved = [(chances @ part[world.prompts == prompt]).item() for part in world.parts]
                 assert weights[:2].tolist() == pytest.approx([std_factor(p, 4) for p in solved], rel=1e-5)
-    assert of_both == [[1.07, 1.07, -0.23], [1.41, 1.44, 0.0], [1.32, 1.35, -0.21]]  # the page has them
+    assert of_both == [[1.07, 1.07, -0.23], [1.41, 1.44, 0.0], [1.32, 1.35, -0.21]]
 
 
 # ------------------------------------------------------------------------------------------------- the page, the script
@@ -773,23 +773,19 @@ def rows():
 def test_the_page_shows_the_numbers_of_the_script(rows):
     cells = page_cells()
     for name in loss_table.LOSSES:
-        found = [rows[condition, name] for condition in enumeration.CONDITIONS]
+        found = [rows[condition, name] for condition in ("stale", "unlike")]
         assert cells[name] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     for name in loss_table.DISTILLATIONS:
-        found = [rows[condition, name] for condition in enumeration.CONDITIONS]
+        found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
         assert cells[name][:-1] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     dropped = {"TRM": [0.51, 0.87], "DPPO": [0.18, 0.25], "PPO clip": [0.20, 0.14]}
     for name, fractions in dropped.items():
         assert [round(rows[condition, name].zero, 2) for condition in ("stale", "async")] == fractions, name
-    for name in loss_table.RECIPES:
+    for name in loss_table.RECIPES.keys() - {"Dr. GRPO"}:  # its row is that of "centered"
         found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
         numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
         ascends = found[0].ascends.replace("|", "\\|")
         assert cells[name][1:] == [*numbers, ascends], name
-    for name in loss_table.TWO_REWARDS:
-        found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
-        numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
-        assert cells[name] == [*numbers, found[0].ascends.replace("|", "\\|")], name
 
 
 def test_weights_of_rewards_do_not_depend_on_what_the_memory_holds():
