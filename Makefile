@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check gpu-day lint bench
+.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check lint bench
 
 setup:
 	@scripts/setup.sh
@@ -45,10 +45,6 @@ test-engines: setup
 cuda-check:
 	@tests/fake_cuda/setup.sh
 	.cuda/bin/python tests/fake_cuda/check.py $(ARGS)
-
-# The first ten minutes with a GPU: tests, a learning curve, phases; all that comes of it is in gpu-day/
-gpu-day: setup
-	$(PYTHON_BIN) studies/gpu_day.py $(ARGS)
 
 lint: setup
 	$(PYTHON_BIN) -m ruff check .

@@ -1,54 +1,50 @@
-"""Time the phases of a step on this machine, against the usual alternatives and against the hardware's limits.
+"""Time a step or a whole run on this machine: phases against the hardware's limits, two checkouts in turns.
 
-    python studies/benchmark.py                               the quickstart's batch; five minutes on two slow cores
-    python studies/benchmark.py --num_unique_prompts_rollout 64 --max_response_length 512 --micro_batch_tokens 16384
+    python studies/benchmark.py                               the phases of the quickstart's step; some minutes
+    python studies/benchmark.py step --num_unique_prompts_rollout 64 --max_response_length 512
+    python studies/benchmark.py run grpo.py --total_steps 6   a run: its start, its phases, its peak memory
+    python studies/benchmark.py run --against ../at-a-commit grpo.py --total_steps 6
 
-1. The machine: measured rates of matrix products and of copies.
-2. The update: groups as shared rows against one row per sample; same samples, same weights, same token budget.
-3. The engine: grpo.Engine, which takes token ids, against ``llm.chat``, which takes text, with its defaults; same
-   prompts and lengths. What chat adds is Python work per token: a lot next to a fast model, nothing next to one that
-   takes 200 ms per step.
-4. A step of AdamW, and a push of weights.
-5. What a step takes when the task is learned: short responses, a quarter of the groups with a gradient, decode steps of
-   few sequences.
-6. The floor: the time that these phases would take at the measured rates without any overhead; efficiency is floor /
-   time.
-7. The operators of an update and of sampling, on CPUs: the share of matrix products, what the same products take alone,
-   and what the rest is, by name.
-8. An optimizer step of DeepSpeed on one token: what every optimizer step of a run takes at least.
+``step`` (what is timed without a word) measures rates of matrix products and copies; the update, in shared and in
+padded rows, with the same samples, weights and budget; a step of AdamW; what is done with each token outside the model.
+The floor of a phase is the time that it would take at the measured rates without any overhead. Exit code 1: the two
+layouts do not give the same log-probs and gradient.
 
-Alternatives are timed in turn (A B A B) in one process: the speed of a machine drifts within minutes, the ratio of
-neighboring measurements hardly does. Exit code 1: the two layouts do not give the same log-probs and gradient.
+``run`` starts the command --repeats times, and as often by the code of another checkout (``git worktree add``). Only
+there is the engine, with sampling and pushes.
+
+Alternatives are timed in turn (A B A B): the speed of a machine drifts within minutes, the ratio of neighboring
+measurements hardly does.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-import math
 import os
-import random
 import re
+import subprocess
 import sys
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from statistics import mean, median
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the scripts are not a package
 
 from runtime.system.process import prepare_environment
 
 prepare_environment()
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler would say when it starts and stops
 
+import numpy as np
 import torch
-from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 import grpo
@@ -56,64 +52,33 @@ import utils
 from rewards import truth_error
 from runtime.arguments import checks, flags
 from runtime.data import problem_set, prompt_order, rendering
-from runtime.data.samples import Problem, Sample
+from runtime.data.samples import Sample
 from runtime.engine import vllm_settings
 from runtime.system import process, watchdog
-from runtime.training import batching, deepspeed_zero, memory, model_files, pretrained
+from runtime.training import batching, memory, model_files, pretrained
 from runtime.training.attention import choose_layout
 
 # Largest accepted difference of the layouts: nats per token, and the gradient's as a fraction of its norm.
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
-STEP = ("generate", "shared", "optimizer", "push")  # phases of a step in the shared layout
 PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}  # rows of the square matrices; a GPU needs large ones to be busy
 COPY_BYTES = 256 * 10**6  # more than caches hold
-# Lengths of responses, in 32nds of the longest that is allowed, one as likely as the next. In the first steps of a
-# quickstart the mean is 15 to 25 of 32 tokens, a sixth to a half of the responses are truncated, and some are a bare
-# number. When the task is learned the mean is 8 to 14, the longest mostly 28 to 32, and two or three of eight groups
-# train.
-EARLY = (3, 8, 12, 20, 32, 32)
-LATE = 15 * (8,) + (28,)
-DECODED = (1, 8, 64)  # sequences whose decode step is timed
+# Lengths of responses, in 32nds of the longest that is allowed, one as likely as the next: as in the first steps of a
+# quickstart, whose mean is 15 to 25 of 32 tokens, with a sixth to a half of the responses truncated.
+LENGTHS = (3, 8, 12, 20, 32, 32)
 
 say = partial(print, flush=True)
 
 
 @dataclass
-class Args:
-    """The first six are grpo.py's, with its defaults."""
+class Args(grpo.Args):
+    """grpo.py's, and how to measure."""
 
-    model_name_or_path: str = grpo.Args.model_name_or_path
-    """Local folder or hub id."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Data type of weights, sampling and the measured matrix products."""
-    num_unique_prompts_rollout: int = grpo.Args.num_unique_prompts_rollout
-    """Prompts per step."""
-    num_samples_per_prompt_rollout: int = grpo.Args.num_samples_per_prompt_rollout
-    """Responses per prompt."""
-    max_response_length: int = grpo.Args.max_response_length
-    """Response length in tokens: exact for the engine, the maximum for the update."""
-    micro_batch_tokens: int | None = grpo.Args.micro_batch_tokens
-    """Tokens per forward and backward pass, padding included. Default: 16384 on GPUs, 1024 on CPUs."""
+    ignore_eos: bool = True
+    mask_truncated_completions: bool = False
     repeats: int = 3
     """Measurements of each alternative."""
-    skip_engine: bool = False
-    """Leave out vLLM: no sampling, no push."""
     json: str | None = None
     """Write all numbers, including every single measurement, to this file."""
-
-
-@dataclass
-class Timings:
-    """Measured seconds by name, one per repeat, and ratios of neighboring measurements."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    ratios: dict[str, list[float]] = field(default_factory=dict)
-
-    def compare(self, title: str, slow: str, fast: str) -> None:
-        """Record and print the ratio of two alternatives, repeat by repeat."""
-        pairs = zip(self.seconds[slow], self.seconds[fast], strict=True)
-        self.ratios[title] = [a / b for a, b in pairs]
-        say(f"  {title:16s} {spread(self.ratios[title], 'x')}")
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
@@ -134,7 +99,7 @@ def timed_repeatedly(work: Callable[[], Any], count: int) -> list[float]:
     return [timed(work)[0] for _ in range(count)]
 
 
-def alternate(ways: dict[str, Callable], repeats: int, before: Callable) -> tuple[dict[str, list[float]], dict]:
+def alternate(ways: dict[str, Callable], repeats: int, before: Callable) -> tuple[dict, dict]:
     """Time several ways of doing the same, in turn, with an untimed ``before()`` each time.
 
     Returns (seconds by way, last result by way).
@@ -154,21 +119,16 @@ def spread(values: list[float], unit: str = "s", digits: int = 2) -> str:
     return f"{median(values):.{digits}f} {unit} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-# ------------------------------------------------------------------------------------------------------ 1 the machine
-
-
 def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """(FLOP/s of a matrix product in ``dtype``, bytes/s of a copy, counting bytes read and written); best of 8.
-
-    Work that mostly reads can be a little faster than a copy.
-    """
+    """(FLOP/s of a matrix product in ``dtype``, bytes/s of a copy, counting bytes read and written); best of 8."""
     size = PRODUCT_SIZE[device.type]
     a, b = torch.randn(2, size, size, device=device).to(dtype)
     source, target = torch.ones(2, COPY_BYTES, dtype=torch.uint8, device=device)
     products = timed_repeatedly(lambda: a @ b, 8)
     copies = timed_repeatedly(lambda: target.copy_(source), 8)
     flops = 2 * size**3
-    return flops / min(products), 2 * COPY_BYTES / min(copies)
+    moved = 2 * COPY_BYTES
+    return flops / min(products), moved / min(copies)
 
 
 def machine_name(device: torch.device) -> str:
@@ -184,36 +144,25 @@ def machine_name(device: torch.device) -> str:
     return f"{name} with AMX" if torch.cpu._is_amx_tile_supported() else name
 
 
-# ------------------------------------------------------------------------------------------------------- 2 the update
+# --------------------------------------------------------------------------------------------------------- the update
 
 
-def fixed_samples(
-    problems: list[Problem], group: int, cap: int, vocabulary: int, lengths: tuple[int, ...] = EARLY
-) -> list[Sample]:
-    """Return the samples that the update is timed on, the same in every run; ``lengths`` are in 32nds of ``cap``.
-
-    The prompts are those of the quickstart's first step, about 45 tokens each with the model's template. The tokens are
-    random, so only the prompt is shared within a group; in training responses also share the tokens they begin with.
-    """
-    generator = random.Random(0)
+def random_samples(prompts: list[list[int]], group: int, cap: int, vocabulary: int) -> list[Sample]:
+    """Return random responses to these prompts, of at most ``cap`` tokens each; the same in every run."""
+    generator = np.random.default_rng(0)
     samples = []
-    for place, problem in enumerate(problems):
+    for place, prompt_ids in enumerate(prompts):
         for k in range(group):
-            length = max(1, generator.choice(lengths) * cap // 32)
-            response = [generator.randrange(vocabulary) for _ in range(length)]
-            samples.append(Sample(place, k, problem.prompt_ids, response, [0.0] * length, "stop", []))
+            length = max(1, int(generator.choice(LENGTHS)) * cap // 32)
+            response = generator.integers(vocabulary, size=length, dtype=np.int32)
+            logprobs = -generator.random(length, dtype=np.float32)
+            samples.append(Sample(place, k, prompt_ids, response, logprobs, "stop", [(1, 0)]))
     return samples
 
 
-def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """Run the update phase without the optimizer: make micro-batches, run forward and backward of each.
-
-    Returns (log-probs [N], gradients, positions computed). Tokens have different weights, so that a layout that mixed
-    them up would give another gradient; all weights are positive, since terms that cancel would leave only rounding
-    errors in bf16.
-    """
-    device = policy.model.device
-    micro_batches = batching.micro_batches(
+def one_rank(samples: list[Sample], layout: str, budget: int, device: torch.device) -> Iterator:
+    """Yield the micro-batches of a run of one rank."""
+    return batching.micro_batches(
         samples,
         list(range(len(samples))),
         layout=layout,
@@ -222,46 +171,61 @@ def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[tor
         world_size=1,
         device=device,
     )
+
+
+def update(policy, samples: list[Sample], layout: str, budget: int) -> tuple[Tensor, list[Tensor], int]:
+    """Run the update phase without the optimizer: make micro-batches, run forward and backward of each.
+
+    Returns (log-probs [N], gradients, positions computed). Tokens have different weights, so that a layout that mixed
+    them up would give another gradient; all weights are positive, since terms that cancel would leave only rounding
+    errors in bf16.
+    """
+    device = policy.model.device
     count = batching.token_offsets(samples)[-1]
-    random_N = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    rng = torch.Generator().manual_seed(0)
+    random_N = torch.rand(count, generator=rng)
     weights_N = (random_N + 0.5).to(device) / count
     logprobs_N = torch.zeros_like(weights_N)
     positions = 0
-    for mb in micro_batches:
+    for mb in one_rank(samples, layout, budget, device):
         logprobs_T = policy(mb)[0]
-        (-logprobs_T * weights_N[mb.tokens]).sum().backward()
+        loss_T = -logprobs_T * weights_N[mb.tokens]
+        loss_T.sum().backward()
         logprobs_N[mb.tokens] = logprobs_T.detach()
         positions += mb.input_ids.numel()
     gradients = [p.grad for p in policy.parameters()]
     return logprobs_N, gradients, positions
 
 
-def compare_layouts(policy, samples: list[Sample], args: Args, timings: Timings) -> tuple[float, bool]:
+def flat(gradients: list[Tensor]) -> Tensor:
+    """Return all numbers of some tensors as fp32 in one row."""
+    return torch.cat([gradient.flatten() for gradient in gradients]).float()
+
+
+def compare_layouts(policy, samples: list[Sample], args: Args, seconds: dict) -> tuple[float, bool]:
     """Time an update in both layouts.
 
     Returns (norm of the difference of the gradients as a fraction of the norm, whether the layouts agree).
     """
-    budget = args.micro_batch_tokens
     ways = {}
     for layout in ("shared", "padded"):
-        ways[layout] = partial(update, policy, samples, layout, budget)
-    update(policy, samples[:2], "shared", budget)  # the first pass allocates
-    seconds, results = alternate(ways, args.repeats, partial(policy.zero_grad, set_to_none=True))
-    timings.seconds |= seconds
-    tokens = batching.token_offsets(samples)[-1]
-    for layout, (_, _, positions) in results.items():
-        rate = tokens / median(seconds[layout])
-        say(
-            f"  {layout:16s} {spread(seconds[layout])}   "
-            f"{rate:.0f} response tokens/s, {positions} positions with padding"
-        )
-    timings.compare("padded / shared", "padded", "shared")
-
+        ways[layout] = partial(update, policy, samples, layout, args.micro_batch_tokens)
+    update(policy, samples[:2], "shared", args.micro_batch_tokens)  # the first pass allocates
+    clear = partial(policy.zero_grad, set_to_none=True)
+    found, results = alternate(ways, args.repeats, clear)
+    seconds |= found
+    for layout, (logprobs_N, _, positions) in results.items():
+        rate = len(logprobs_N) / median(found[layout])
+        say(f"  {layout:16s} {spread(found[layout])}   {rate:.0f} response tokens/s, {positions} positions")
+    ratios = []
+    for padded, shared in zip(found["padded"], found["shared"], strict=True):
+        ratios.append(padded / shared)
+    say(f"  padded / shared  {spread(ratios, 'x')}")
     shared_N, shared_gradients, _ = results["shared"]
     padded_N, padded_gradients, _ = results["padded"]
     difference = (shared_N - padded_N).abs().mean().item()
-    one = torch.cat([g.flatten() for g in shared_gradients]).float()
-    other = torch.cat([g.flatten() for g in padded_gradients]).float()
+    one = flat(shared_gradients)
+    other = flat(padded_gradients)
     error = ((one - other).norm() / other.norm()).item()
     limit = LIMIT[str(policy.model.dtype).removeprefix("torch.")]
     agree = difference < limit and error < limit
@@ -272,99 +236,25 @@ def compare_layouts(policy, samples: list[Sample], args: Args, timings: Timings)
     return error, agree
 
 
-# ------------------------------------------------------------------------------------------------------- 3 the engine
+def bookkeeping(samples: list[Sample], layout: str) -> None:
+    """Do what a step does with each token outside the model: gather, flat arrays, metrics, rows, index arrays."""
+    cpu = torch.device("cpu")
+    longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+    samples = utils.gather_samples(samples)
+    offsets = batching.token_offsets(samples)
+    batching.flat([s.sampler_logprobs for s in samples], cpu)
+    batching.flat([s.token_versions() == 1 for s in samples], cpu)
+    batching.per_token([s.engine for s in samples], offsets)
+    batching.per_token([s.advantage for s in samples], offsets)
+    grpo.loss_weights(samples, list(range(len(samples))), grpo.Args())
+    rewards = torch.rand(1, len(samples), dtype=torch.float64)
+    utils.sample_metrics(samples, rewards, 1)
+    found = sum(len(mb.tokens) for mb in one_rank(samples, layout, longest, cpu))
+    if found != offsets[-1]:
+        raise RuntimeError(f"{found} tokens in the micro-batches, {offsets[-1]} in the samples")
 
 
-class Bench:
-    """The ways of sampling that are compared, on one ``grpo.Engine``."""
-
-    def __init__(self, run: grpo.Args, dtype: torch.dtype, tokenizer, stop_ids: list[int]):
-        self.watch = watchdog.Watch(run.timeout)
-        self.engine = grpo.Engine(grpo.vllm_thread, run, dtype, tokenizer, stop_ids, self.watch)
-
-    def call(self, function: Callable[[Any], Any]) -> Any:
-        """``function(llm)``, computed in the engine's thread while no request runs."""
-        self.engine.inbox.put(("call", function))
-        return self.engine.receive("result")[1]
-
-    def by_tokens(self, problems: list[Problem], group: int, length: int) -> list[int]:
-        """Response lengths. As in grpo.py: ids in, ids and log-probs out, each response decoded once at its end."""
-        return self.by_lengths(problems, group, [length] * len(problems) * group)
-
-    def by_lengths(self, problems: list[Problem], group: int, lengths: list[int]) -> list[int]:
-        """Return the response lengths in the order in which they arrive; ``lengths`` are the exact ones to ask for."""
-        requests = {}
-        for i, length in enumerate(lengths):
-            own = requests.setdefault(length, [])
-            place, k = divmod(i, group)
-            own.append((place, k, i))
-        batches = []
-        for length, own in requests.items():
-            sampling = self.sampling(length)
-            batches.append(self.engine.ask(problems, own, sampling))
-        arrived = []
-        for batch in batches:
-            for _, sample in self.engine.arrivals(batch):
-                arrived.append(len(sample.response_ids))
-        return arrived
-
-    def sampling(self, length: int) -> dict[str, Any]:
-        """Return the sampling parameters for responses of exactly ``length`` tokens."""
-        return {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "stop": [],
-            "max_tokens": length,
-            "ignore_eos": True,
-        }
-
-    def forget_prompts(self) -> None:
-        """Drop the prefix cache: otherwise a sampling would find there the prompts that the one before it computed."""
-        self.call(lambda llm: llm.reset_prefix_cache())
-
-    def by_chat(self, problems: list[Problem], group: int, length: int) -> list[int]:
-        """Response lengths. As in vLLM's examples: messages in; text, ids and a dict of log-probs per token out."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(n=group, temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0)
-        conversations = [p.messages for p in problems]
-        outputs = self.call(lambda llm: llm.chat(conversations, params, use_tqdm=False))
-        if [list(o.prompt_token_ids) for o in outputs] != [p.prompt_ids for p in problems]:
-            raise RuntimeError(
-                "llm.chat and data.render_prompts give different prompts: their times cannot be compared"
-            )
-        return [len(answer.token_ids) for output in outputs for answer in output.outputs]
-
-    def close(self) -> None:
-        """End the engine and the watchdog."""
-        self.engine.close()
-        self.watch.close()
-
-
-def compare_engines(bench: Bench, problems: list[Problem], args: Args, timings: Timings) -> None:
-    """Time sampling by token ids and by ``llm.chat``. Raises RuntimeError where a response has another length."""
-    group = args.num_samples_per_prompt_rollout
-    cap = args.max_response_length
-    ways = {}
-    for way, work in {"token ids": bench.by_tokens, "llm.chat": bench.by_chat}.items():
-        work(problems, group, min(cap, 4))  # the first steps allocate
-        ways[way] = partial(work, problems, group, cap)
-    seconds, results = alternate(ways, args.repeats, bench.forget_prompts)
-    timings.seconds |= seconds
-    expected = [cap] * (len(problems) * group)
-    for way, lengths in results.items():
-        if lengths != expected:
-            raise RuntimeError(f"{way}: {sum(lengths)} tokens came, {sum(expected)} were asked for")
-        rate = sum(lengths) / median(seconds[way])
-        say(f"  {way:16s} {spread(seconds[way])}   {rate:.0f} tokens/s")
-    timings.compare("chat / ids", "llm.chat", "token ids")
-
-
-# ------------------------------------------------------------------------------------------ 4 the optimizer, the push
-
-
-def time_optimizer(policy, args: Args, timings: Timings) -> None:
+def time_optimizer(policy, args: Args) -> list[float]:
     """Time a step of AdamW on fp32 master weights, with the gradients that the update left behind."""
     masters = []
     for parameter in policy.parameters():
@@ -373,490 +263,186 @@ def time_optimizer(policy, args: Args, timings: Timings) -> None:
         masters.append(master)
     optimizer = torch.optim.AdamW(masters, lr=0.0, weight_decay=0.0, fused=True)  # all of the work, no change
     optimizer.step()  # the first step allocates the moments
-    seconds = timed_repeatedly(optimizer.step, max(5, args.repeats))
-    timings.seconds["optimizer"] = seconds
-    count = sum(m.numel() for m in masters)
-    say(f"\noptimizer  {spread(seconds, digits=3)}   AdamW, fused, {count:,} fp32")
+    return timed_repeatedly(optimizer.step, max(5, args.repeats))
 
 
-def time_push(bench: Bench, model, args: Args, timings: Timings) -> None:
-    """Time a push of all weights to the engine."""
-    push = partial(bench.engine.push, list(model.state_dict().items()))
-    push()
-    seconds = timed_repeatedly(push, max(5, args.repeats))
-    timings.seconds["push"] = seconds
-    say(f"push       {spread(seconds, digits=3)}   all weights to the engine, prefix cache dropped")
+def forward_flops(model, prompts: list[int], continued: list[tuple[int, int]], predicted: int) -> float:
+    """FLOPs of a forward pass, counting only what a causal model cannot avoid.
+
+    ``prompts``: lengths. ``continued``: (length of the prompt before, own length) of responses. ``predicted``: tokens
+    for which the head runs. A weight of a linear layer costs 2 FLOPs per token; attention's scores and values cost 4
+    per layer, head dimension and pair of tokens, of which causal tokens see half of the n^2.
+    """
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = config.num_hidden_layers * heads * width
+    blocks = 0
+    for module in model.base_model.modules():
+        if isinstance(module, nn.Linear):
+            blocks += module.weight.numel()
+    head = model.get_output_embeddings().weight.numel()
+    tokens = sum(prompts)
+    squares = sum(p * p for p in prompts)
+    for before, own in continued:
+        tokens += own
+        squares += (before + own) ** 2 - before**2
+    return 2 * (blocks * tokens + attention * squares + head * predicted)
 
 
-# ------------------------------------------------------------------------------------- 5 when the task is learned
-
-
-def time_late_update(policy, samples: list[Sample], args: Args, timings: Timings) -> None:
-    """Time the update of a batch of short responses, a quarter of whose groups have a gradient."""
-    trained = with_gradient(samples)
-    clear = partial(policy.zero_grad, set_to_none=True)
-    work = partial(update, policy, trained, "shared", args.micro_batch_tokens)
-    seconds, _ = alternate({"late update": work}, args.repeats, clear)
-    timings.seconds |= seconds
-    lengths = [len(s.response_ids) for s in samples]
-    mean = sum(lengths) / len(lengths)
-    say(f"\nlate       {len(lengths)} responses of {mean:.1f} tokens, at most {max(lengths)}")
-    say(f"  update           {spread(seconds['late update'])}   {len(trained)} of them have a gradient")
-
-
-def time_late_sampling(bench: Bench, problems, samples: list[Sample], args: Args, timings: Timings) -> None:
-    """Time the sampling of responses of these lengths. Raises RuntimeError where others come."""
-    lengths = [len(s.response_ids) for s in samples]
-    work = partial(bench.by_lengths, problems, args.num_samples_per_prompt_rollout, lengths)
-    seconds, results = alternate({"late generate": work}, args.repeats, bench.forget_prompts)
-    arrived = results["late generate"]
-    if sorted(arrived) != sorted(lengths):
-        raise RuntimeError(f"lengths {arrived} came, {lengths} were asked for")
-    timings.seconds |= seconds
-    say(f"  generate         {spread(seconds['late generate'])}")
-
-
-def with_gradient(samples: list[Sample]) -> list[Sample]:
-    """Return the samples of the first quarter of the groups."""
-    groups = len(unique_prompts(samples))
-    trained = max(1, groups // 4)
-    return [s for s in samples if s.prompt_id < trained]
-
-
-def time_decode_steps(bench: Bench, problems: list[Problem], args: Args, timings: Timings) -> None:
-    """Time a decode step of few sequences: responses of all tokens less those of a quarter, by the steps between."""
-    cap = args.max_response_length
-    few = max(1, cap // 4)
-    for count in DECODED:
-        chosen = problems[:count]
-        group = count // len(chosen)
-        if cap == few or group * len(chosen) != count or group > args.num_samples_per_prompt_rollout:
-            continue
-        ways = {}
-        for length in (few, cap):
-            ways[length] = partial(bench.by_tokens, chosen, group, length)
-        seconds, _ = alternate(ways, args.repeats, bench.forget_prompts)
-        found = []
-        for long, short in zip(seconds[cap], seconds[few], strict=True):
-            found.append((long - short) / (cap - few))
-        timings.seconds[f"decode {count}"] = found
-        milliseconds = [1000 * one for one in found]
-        say(f"  decode step      {spread(milliseconds, 'ms', 1)}   {count} sequences")
-
-
-# -------------------------------------------------------------------------------------------------------- 6 the floor
-
-
-@dataclass
-class ModelSizes:
-    """Sizes that determine the cost of a model's forward pass."""
-
-    weight_bytes: int
-    parameters: int
-    blocks: int  # weights of the blocks' linear layers
-    head: int  # weights of the output head
-    attention: int  # layers x heads x head dimension
-    cache_bytes: int  # keys and values of one token, all layers
-
-    @classmethod
-    def of(cls, model) -> ModelSizes:
-        """Return the sizes of a transformers causal language model."""
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        linear = [m for m in model.base_model.modules() if isinstance(m, nn.Linear)]
-        return cls(
-            weight_bytes=model.dtype.itemsize,
-            parameters=sum(p.numel() for p in model.parameters()),
-            blocks=sum(m.weight.numel() for m in linear),
-            head=model.get_output_embeddings().weight.numel(),
-            attention=config.num_hidden_layers * heads * width,
-            cache_bytes=2 * config.num_hidden_layers * key_heads * width * model.dtype.itemsize,
-        )
-
-    def step_bytes(self) -> int:
-        """Bytes of the weights that a decode step reads, whatever the batch."""
-        return self.weight_bytes * (self.blocks + self.head)
-
-    def forward_flops(self, prompts: list[int], continued: list[tuple[int, int]], predicted: int) -> float:
-        """FLOPs of a forward pass, counting only what a causal model cannot avoid.
-
-        ``prompts``: lengths. ``continued``: (length of the prompt before, own length) of responses. ``predicted``:
-        tokens for which the head runs.
-
-        Each weight of the blocks' linear layers costs a multiplication and an addition per token, each weight of the
-        head the same per predicted token; the input embedding is a look-up. Attention's scores and weighted values are
-        4 (heads x head dimension) FLOPs per layer and pair of tokens, and causal tokens see half of the n^2 pairs. A
-        response of C tokens that continues a prompt of P adds (P + C)^2 - P^2.
-        """
-        tokens = sum(prompts) + sum(own for _, own in continued)
-        squares = sum(p * p for p in prompts)
-        for before, own in continued:
-            squares += (before + own) ** 2 - before**2
-        return 2 * self.blocks * tokens + 2 * self.attention * squares + 2 * self.head * predicted
-
-
-@dataclass
-class Rates:
-    """The measured rates of a machine, and the number of sequences that it decodes at a time."""
-
-    flops: float  # FLOP/s of matrix products
-    bandwidth: float  # bytes/s, read and written
-    slots: int  # sequences that the engine decodes at a time
-
-    def seconds(self, flops: float, moved: float) -> float:
-        """Seconds at least of work that computes ``flops`` while it moves so many bytes."""
-        computing = flops / self.flops
-        moving = moved / self.bandwidth
-        return max(computing, moving)
-
-
-def floors(sizes: ModelSizes, samples: list[Sample], cap: int, rates: Rates) -> dict[str, float]:
+def floors(model, samples: list[Sample], flops: float, bandwidth: float) -> dict[str, float]:
     """Seconds that each phase needs at least at these rates.
 
     * Backward is twice forward (gradients of inputs and of weights), so an update is three forward passes. The last
       token of a response predicts nothing and need not be computed.
-    * Generation is ``sampling_floor`` of responses of ``cap`` tokens.
     * AdamW reads weight, gradient and two moments in fp32 (16 bytes) and writes weight and moments (12), plus the bf16
-      copy (2) if there is one. A push reads and writes each weight once.
+      copy (2) if there is one.
     """
-    unique = unique_prompts(samples)
-    every_prompt = []
+    unique = []
+    every = []
     computed = []
     trained = 0
     for sample in samples:
         prompt = len(sample.prompt_ids)
         response = len(sample.response_ids)
-        every_prompt.append(prompt)
+        if sample.sample_id == 0:
+            unique.append(prompt)
+        every.append(prompt)
         computed.append((prompt, response - 1))
         trained += response
-    shared_flops = 3 * sizes.forward_flops(unique, computed, trained)
-    padded_flops = 3 * sizes.forward_flops(every_prompt, computed, trained)
-    adamw_bytes = 28 if sizes.weight_bytes == 4 else 30
+    itemsize = model.dtype.itemsize
+    parameters = sum(p.numel() for p in model.parameters())
     return {
-        "generate": sampling_floor(sizes, samples, [cap] * len(samples), rates),
-        "shared": rates.seconds(shared_flops, 0),
-        "padded": rates.seconds(padded_flops, 0),
-        "optimizer": rates.seconds(0, adamw_bytes * sizes.parameters),
-        "push": rates.seconds(0, 2 * sizes.weight_bytes * sizes.parameters),
+        "shared": 3 * forward_flops(model, unique, computed, trained) / flops,
+        "padded": 3 * forward_flops(model, every, computed, trained) / flops,
+        "optimizer": (28 if itemsize == 4 else 30) * parameters / bandwidth,
     }
 
 
-def unique_prompts(samples: list[Sample]) -> list[int]:
-    """Return the length of each group's prompt."""
-    return [len(s.prompt_ids) for s in samples if s.sample_id == 0]
+# ----------------------------------------------------------------------------------------------------------- the step
 
 
-def sampling_floor(sizes: ModelSizes, samples: list[Sample], lengths: list[int], rates: Rates) -> float:
-    """Seconds that sampling responses of these ``lengths`` to the prompts of ``samples`` takes at least.
-
-    Each prompt is computed once, then every response token but the last. A decode step reads the weights of blocks and
-    head, whatever the batch, and the caches, of P + C/2 tokens on average; each filling of the engine's slots takes as
-    many steps as the longest response. Decoding takes the longer of its FLOPs and its bytes.
-    """
-    decoded = []
-    moved = 0.0
-    for sample, length in zip(samples, lengths, strict=True):
-        before = len(sample.prompt_ids)
-        steps = length - 1
-        decoded.append((before, steps))
-        moved += sizes.cache_bytes * steps * (before + steps / 2)
-    fillings = -(-len(samples) // rates.slots)
-    moved += sizes.step_bytes() * fillings * (max(lengths) - 1)
-    unique = unique_prompts(samples)
-    prefill = sizes.forward_flops(unique, [], len(samples))
-    decode = sizes.forward_flops([], decoded, sum(lengths) - len(lengths))
-    return rates.seconds(prefill, 0) + rates.seconds(decode, moved)
-
-
-def late_floors(sizes: ModelSizes, samples: list[Sample], rates: Rates) -> dict[str, float]:
-    """Seconds at least of what section 5 and section 8 time.
-
-    A pass over one token reads the weights of blocks and head forward and twice backward.
-    """
-    lengths = [len(s.response_ids) for s in samples]
-    found = floors(sizes, with_gradient(samples), max(lengths), rates)
-    late = {
-        "late update": found["shared"],
-        "late generate": sampling_floor(sizes, samples, lengths, rates),
-        "one token": found["optimizer"] + rates.seconds(0, 3 * sizes.step_bytes()),
-    }
-    for count in DECODED:
-        some = [samples[i % len(samples)] for i in range(count)]
-        three = sampling_floor(sizes, some, [3] * count, rates)
-        two = sampling_floor(sizes, some, [2] * count, rates)
-        late[f"decode {count}"] = three - two
-    return late
-
-
-def print_floors(bound: dict[str, float], timings: Timings) -> None:
-    """Print a line per measured phase, and one for the sum of the phases that make a step in the shared layout."""
-    rows = []
-    step_floor = 0.0
-    step_seconds = 0.0
-    for phase, floor in bound.items():
-        if phase not in timings.seconds:
-            continue
-        seconds = median(timings.seconds[phase])
-        rows.append((phase, floor, seconds))
-        if phase in STEP:
-            step_floor += floor
-            step_seconds += seconds
-    rows.append(("a step (shared)", step_floor, step_seconds))
-    for phase, floor, seconds in rows:
-        say(f"  {phase:16s} {floor:8.3f} s of {seconds:8.3f} s   {100 * floor / seconds:3.0f} %")
-
-
-# -------------------------------------------------------------------------------------------------------- 7 operators
-
-NAMED = 10  # rows of the table; the others are summed
-
-
-@dataclass
-class Operator:
-    """Time spent in an operator for inputs of the same sizes, without the operators it calls."""
-
-    name: str
-    inputs: list[list[int]]  # sizes; empty for what is not a tensor
-    calls: int
-    seconds: float
-
-    def product(self) -> tuple[int, int, int, int] | None:
-        """(matrices, rows, inner, columns) where it multiplies matrices, else None."""
-        match self.name, self.inputs:
-            case "aten::mm", [[m, k], [_, n]]:
-                return 1, m, k, n
-            case "aten::addmm", [_, [m, k], [_, n], *_]:
-                return 1, m, k, n
-            case "aten::bmm", [[b, m, k], [_, _, n]]:
-                return b, m, k, n
-            case "aten::baddbmm", [_, [b, m, k], [_, _, n], *_]:
-                return b, m, k, n
-            case "_C::onednn_mm", [[m, n], [_, k], *_]:  # vLLM's; the output comes first, the packed weights hide
-                return 1, m, k, n
-        return None
-
-
-def profiled(work: Callable[[], Any], there: Callable[[Callable], Any]) -> tuple[float, list[Operator]]:
-    """(seconds of ``work`` under the profiler, its operators).
-
-    ``there`` calls a function in the thread that computes: a profiler sees the one it was started in, and autograd's.
-    """
-    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    there(lambda *_: profiler.start())
-    seconds, _ = timed(work)
-    there(lambda *_: profiler.stop())
-    operators = []
-    for event in profiler.key_averages(group_by_input_shape=True):
-        operators.append(Operator(event.key, event.input_shapes, event.count, event.self_cpu_time_total / 1e6))
-    return seconds, operators
-
-
-def seconds_alone(product: tuple[int, int, int, int], dtype: torch.dtype) -> float:
-    """Seconds of one call of torch's product of these sizes; best of 4."""
-    count, m, k, n = product
-    a = torch.randn(count, m, k, dtype=dtype)
-    b = torch.randn(count, k, n, dtype=dtype)
-    if count > 1:
-        multiply = partial(torch.bmm, a, b)
-    else:
-        multiply = partial(torch.mm, a[0], b[0])
-    return min(timed_repeatedly(multiply, 4))
-
-
-def print_operators(title: str, seconds: float, operators: list[Operator], dtype: torch.dtype) -> dict[str, float]:
-    """Print what ``profiled`` returned. Returns the rows, and what the products take alone, in seconds."""
-    calls: Counter[tuple[int, int, int, int]] = Counter()
-    rest: Counter[str] = Counter()
-    in_products = 0.0
-    for operator in operators:
-        if product := operator.product():
-            calls[product] += operator.calls
-            in_products += operator.seconds
-        else:
-            rest[operator.name] += operator.seconds
-    rows = {"matrix products": in_products}
-    rows |= dict(rest.most_common(NAMED))
-    rows["other operators"] = in_products + rest.total() - sum(rows.values())
-    rows["between operators"] = seconds - in_products - rest.total()
-    say(f"\noperators  of {title}, {seconds:.2f} s with the profiler")
-    for name, own in rows.items():
-        name = name.removeprefix("autograd::engine::evaluate_function: ")
-        say(f"  {name:40s} {own:8.3f} s   {100 * own / seconds:3.0f} %")
-    flops = 0
-    alone = 0.0
-    for product, count in calls.items():
-        flops += 2 * math.prod(product) * count
-        alone += seconds_alone(product, dtype) * count
-    if alone > 0:  # another build of vLLM may have other names for its products
-        own_rate = flops / in_products / 1e9
-        rate_alone = flops / alone / 1e9
-        say(f"  products at {own_rate:.0f} GFLOP/s; torch's of the same sizes, alone: {rate_alone:.0f}, {alone:.2f} s")
-    return rows | {"products alone": alone}
-
-
-# ------------------------------------------------------------------------------------------------ 8 the least update
-
-
-def time_deepspeed_step(
-    policy, sample: Sample, floor: float, run: grpo.Args, dtype, args: Args, timings: Timings
-) -> None:
-    """Time what an optimizer step of a run takes at least: forward, backward and AdamW on one token of a response."""
-    device = policy.model.device
-    accelerator = deepspeed_zero.make_accelerator(run, dtype, device)
-    optimizer = utils.make_optimizer(policy.parameters(), 0.0, run)
-    prepared = accelerator.prepare(policy, optimizer)
-    policy = deepspeed_zero.dedupe_fp32_weights(prepared[0])
-    one = dataclasses.replace(sample, response_ids=sample.response_ids[:1], sampler_logprobs=[0.0])
-    (mb,) = batching.micro_batches(
-        [one], [0], layout="shared", budget=args.micro_batch_tokens, rank=0, world_size=1, device=device
-    )
-
-    def step() -> None:
-        logprobs_T = policy(mb)[0]
-        loss = 0.0 * logprobs_T.sum()
-        deepspeed_zero.backward(policy, loss, True)
-
-    step()  # the first one allocates the moments
-    process.Heap().bound()  # as a run does after its first step
-    timings.seconds["one token"] = timed_repeatedly(step, max(5, args.repeats))
-    say(f"\noptimizer step of DeepSpeed on one token: {spread(timings.seconds['one token'])}, floor {floor:.2f} s")
-
-
-# --------------------------------------------------------------------------------------------------------------- main
-
-
-def checked_run(args: Args) -> grpo.Args:
-    """Return the arguments of the run whose phases are timed. Exits with code 2 if they do not fit together."""
-    own = ("repeats", "skip_engine", "json")
-    shared = {name: value for name, value in dataclasses.asdict(args).items() if name not in own}
-    # A stop string that no request asks for: with one the engine has a tokenizer, which llm.chat needs.
-    run = grpo.Args(**shared, ignore_eos=True, mask_truncated_completions=False, stop_strings=("</s>",))
-    checks.check(run, 1)
-    model_files.check_model(run)
-    checks.check_training(run)
-    grpo.check_args(run)
+def check_args(args: Args) -> None:
+    """Exit with code 2 if the arguments of the step do not fit together."""
+    checks.check(args, 1)
+    model_files.check_model(args)
+    checks.check_training(args)
+    grpo.check_args(args)
     if args.repeats < 1:
         process.refuse(f"--repeats {args.repeats}: must be above 0")
     if args.json is not None and not Path(args.json).absolute().parent.is_dir():
         process.refuse(f"--json {args.json}: no such folder; name a file in a folder that exists")
-    return run
 
 
 @watchdog.ends_all_ranks
 def main(args: Args) -> None:
-    run = checked_run(args)
+    """Time the phases of a step."""
+    check_args(args)
     load = os.getloadavg()[0]  # before this program adds to it
     cores = len(os.sched_getaffinity(0))
-    prompts = args.num_unique_prompts_rollout
-    group = args.num_samples_per_prompt_rollout
-    cap = args.max_response_length
-    problems = problem_set.load_problems(run, truth_error)[0]
-    chosen = prompt_order.prompts_at(0, prompts, len(problems), run.seed)
+    problems = problem_set.load_problems(args, truth_error)[0]
+    chosen = prompt_order.prompts_at(0, args.num_unique_prompts_rollout, len(problems), args.seed)
     problems = [problems[i] for i in chosen]
-
-    device, dtype, attention = pretrained.resolve_device(run)
-    setting = vllm_settings.memory_setting(run, dtype, 1)
-    sizes, _ = memory.sizes_for(run, model_files.read_model(run.model), setting)
-    _, attention, _ = choose_layout(run, sizes, device.type == "cuda", dtype, attention)  # as a run has it
+    device, dtype, attention = pretrained.resolve_device(args)
+    setting = vllm_settings.memory_setting(args, dtype, 1)
+    sizes, _ = memory.sizes_for(args, model_files.read_model(args.model), setting)
+    _, attention, _ = choose_layout(args, sizes, device.type == "cuda", dtype, attention)  # as a run has it
     args.micro_batch_tokens = sizes.micro_batch_tokens
-    dtype_name = str(dtype).removeprefix("torch.")
-    tokenizer = AutoTokenizer.from_pretrained(run.model_name_or_path)
-    rendering.render_prompts(problems, tokenizer, run)
-    model = pretrained.load_model(run, dtype, attention)
-    # The engine first, as in the scripts: it measures free memory and changes global settings of torch.
-    bench = None
-    if not args.skip_engine:
-        torch.distributed.init_process_group("gloo")
-        bench = Bench(run, dtype, tokenizer, pretrained.stop_token_ids(model, tokenizer))
-    policy = utils.TokenLogprobs(model.to(device), run.temperature, sizes.logprob_chunk)
-    timings = Timings()
-
-    # 1 the machine
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    rendering.render_prompts(problems, tokenizer, args)
+    model = pretrained.load_model(args, dtype, attention)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")  # for the gather
+    policy = utils.TokenLogprobs(model.to(device), args.temperature, sizes.logprob_chunk)
     machine = machine_name(device)
     say(f"machine    {machine}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    say(f"load       {load:.1f} at the start")
-    if load > 0.25 * cores:
-        say("warning: other programs compute here; trust the ratios, not the seconds")
-    flops, bandwidth = machine_rates(device, dtype)
-    say(f"rates      {flops / 1e9:.0f} GFLOP/s {dtype_name}, {bandwidth / 1e9:.1f} GB/s copied (read + written)")
-
-    # 2 the update
-    samples = fixed_samples(problems, group, cap, len(tokenizer))
+    say(f"load       {load:.1f} at the start{'; trust ratios, not seconds' if load > 0.25 * cores else ''}")
+    rates = machine_rates(device, dtype)
+    prompts = [problem.prompt_ids for problem in problems]
+    samples = random_samples(prompts, args.num_samples_per_prompt_rollout, args.max_response_length, len(tokenizer))
     tokens = batching.token_offsets(samples)[-1]
-    longest = max(len(p.prompt_ids) for p in problems)
-    say(
-        f"\nupdate     {prompts} prompts of at most {longest} tokens x {group} responses, {tokens} tokens in the loss; "
-        f"forward and\n           backward in micro-batches of {args.micro_batch_tokens} tokens, {attention} attention"
-    )
-    error, agree = compare_layouts(policy, samples, args, timings)
-
-    # 3 the engine
-    if bench is not None:
-        say(f"\nengine     the same prompts, {prompts * group} responses of exactly {cap} tokens")
-        compare_engines(bench, problems, args, timings)
-        timings.seconds["generate"] = timings.seconds["token ids"]
-
-    # 4 the optimizer, then the push
-    time_optimizer(policy, args, timings)
-    if bench is not None:
-        time_push(bench, model, args, timings)
-
-    # 5 when the task is learned
-    late = fixed_samples(problems, group, cap, len(tokenizer), LATE)
-    time_late_update(policy, late, args, timings)
-    if bench is not None:
-        time_late_sampling(bench, problems, late, args, timings)
-        time_decode_steps(bench, problems, args, timings)
-
-    # 6 the floor, at the better of the rates before and after: another program may have been busy during one of them
-    flops_after, bandwidth_after = machine_rates(device, dtype)
-    flops = max(flops, flops_after)
-    bandwidth = max(bandwidth, bandwidth_after)
-    rates = Rates(flops, bandwidth, sizes.vllm_max_num_seqs)
-    bound = floors(ModelSizes.of(model), samples, cap, rates)
-    bound |= late_floors(ModelSizes.of(model), late, rates)
-    say(f"\nfloor      at {flops / 1e9:.0f} GFLOP/s and {bandwidth / 1e9:.1f} GB/s, the best of before and after")
-    print_floors(bound, timings)
-
-    # 7 the operators
-    operators = {}
-    if device.type == "cpu":
-        policy.zero_grad(set_to_none=True)
-        again = partial(update, policy, samples, "shared", args.micro_batch_tokens)
-        operators["update"] = print_operators("an update", *profiled(again, lambda call: call()), dtype)
-        if bench is not None:
-            bench.forget_prompts()
-            again = partial(bench.by_tokens, problems, group, cap)
-            operators["generate"] = print_operators("sampling", *profiled(again, bench.call), dtype)
-
-    # 8 the least update; from here on the gradients are DeepSpeed's
-    if bench is not None:
-        time_deepspeed_step(policy, samples[0], bound["one token"], run, dtype, args, timings)
-        bench.close()
-
+    say(f"update     {len(samples)} responses, {tokens} tokens in the loss, {args.micro_batch_tokens} in a micro-batch")
+    seconds: dict[str, list[float]] = {}
+    error, agree = compare_layouts(policy, samples, args, seconds)
+    seconds["optimizer"] = time_optimizer(policy, args)
+    seconds["bookkeeping"] = timed_repeatedly(partial(bookkeeping, samples, "shared"), args.repeats)
+    # The better of the rates before and after: another program may have been busy during one of them.
+    flops, bandwidth = map(max, rates, machine_rates(device, dtype))
+    bound = floors(model, samples, flops, bandwidth)
+    say(f"rates      {flops / 1e9:.0f} GFLOP/s {dtype}, {bandwidth / 1e9:.1f} GB/s copied (read + written)")
+    for phase, found in seconds.items():
+        share = f"   floor {bound[phase]:.3f}, {100 * bound[phase] / median(found):.0f} %" if phase in bound else ""
+        say(f"  {phase:16s} {spread(found, digits=3)}{share}")
     if args.json is not None:
         numbers = {
             "machine": machine,
-            "cores": cores,
-            "load": load,
             "versions": process.versions(),
-            "dtype": dtype_name,
             "arguments": dataclasses.asdict(args),
             "flop_per_second": flops,
             "bytes_per_second": bandwidth,
-            "seconds": timings.seconds,
-            "ratios": timings.ratios,
+            "seconds": seconds,
             "floor_seconds": bound,
-            "operator_seconds": operators,
             "response_tokens": tokens,
             "gradient_error": error,
         }
-        Path(args.json).write_text(json.dumps(numbers, indent=1))
+        Path(args.json).write_text(json.dumps(numbers, indent=1, default=str))
     if not agree:
         sys.exit(1)
 
 
+# ------------------------------------------------------------------------------------------------------------ the run
+
+
+def run_once(code: Path, words: list[str]) -> dict[str, float]:
+    """Run a command by the code in a folder; seconds of its start, of each phase on average, and its peak memory."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as place:
+        line = [sys.executable, str(code / words[0]), *words[1:], "--output_dir", place, "--run_name", "timed"]
+        started = time.perf_counter()
+        log = Path(place, "log")
+        with log.open("w") as output:
+            end = process.die_with_parent
+            child = subprocess.Popen(line, cwd=code, stdout=output, stderr=output, preexec_fn=end)
+            _, status, usage = os.wait4(child.pid, 0)
+        whole = time.perf_counter() - started
+        if status != 0:
+            process.refuse(f"{line} failed:\n{log.read_text()[-2000:]}")
+        lines = Path(place, "timed", "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    inside = sum(step["time/step"] for step in steps)
+    found = {"whole": whole, "outside steps": whole - inside}
+    for name in steps[-1]:
+        if name.startswith("time/"):
+            seconds = [step.get(name) or 0.0 for step in steps[1:] or steps]  # the first step allocates
+            found[name.removeprefix("time/")] = mean(seconds)
+    return found | {"peak GiB": usage.ru_maxrss / 2**20}
+
+
+def main_run(words: list[str]) -> None:
+    """Time whole runs."""
+    parser = argparse.ArgumentParser(description="Time whole runs.")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each checkout")
+    parser.add_argument("--against", type=Path, help="another checkout, timed in turns with this one")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="a script and its flags")
+    args = parser.parse_args(words)
+    if not args.command:
+        parser.error("name a script and its flags, such as grpo.py --total_steps 6")
+    folders = [ROOT]
+    if args.against is not None:
+        folders.append(args.against.resolve())
+    found = {folder: [] for folder in folders}
+    for _ in range(args.repeats):
+        for folder in folders:
+            found[folder].append(run_once(folder, args.command))
+    for way, runs in found.items():
+        say(way)
+        for name in runs[0]:
+            say(f"  {name:16s} {spread([one[name] for one in runs], '')}")
+
+
 if __name__ == "__main__":
-    main(flags.parse(Args, __doc__))
+    mode, *rest = sys.argv[1:] or ["step"]
+    if mode == "run":
+        main_run(rest)
+    else:
+        words = rest if mode == "step" else sys.argv[1:]
+        main(flags.parse(Args, __doc__, words))

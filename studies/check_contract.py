@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-
 import fixed_samples
+import torch
 from check_subject import FAIL, NOTE, OK, Finding, Subject
 from probe_run import Call, Recorded, Update
+from torch import Tensor
 
 import utils
 from kl_estimators import make_tokens

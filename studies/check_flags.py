@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import sys
 import types
 import typing
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-
 import check_learning
 import check_update
 import loss_table
+import torch
 from check_subject import FAIL, NOTE, OK, Finding, Subject, with_flags
 from probe_run import Laboratory, Probe, Recorded
+from torch import Tensor
 
 from kl_estimators import make_tokens
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
-from pathlib import Path
-
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import loss_table
+import torch
 from check_subject import FAIL, NOTE, OK, Finding, Subject
+from torch import Tensor
 
 F64 = torch.float64
 CLOSE = 1e-6

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-
 from check_subject import FAIL, OK, Finding, Subject
+from torch import Tensor
 
 from kl_estimators import make_tokens
 from runtime.data.samples import Sample

@@ -7,11 +7,7 @@ takes a few seconds. Pairs have the same seed, and the rule is that of studies/p
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import paired_comparison
 from check_subject import FAIL, NOTE, OK, Finding, Subject

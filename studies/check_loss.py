@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import loss_table
+import torch
 from check_subject import FAIL, NOTE, OK, Finding, Subject
 from enumeration import CONDITIONS, F64, UNNAMED, Policies, Row, World, policies_of, summarize
+from torch import Tensor
 
 import kl_estimators
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-
 from check_subject import FAIL, OK, Finding, Subject, with_flags
+from torch import Tensor
 
 import kl_estimators
 from kl_estimators import make_tokens
@@ -35,10 +30,10 @@ def grid(
     return {name: column.to(dtype) for name, column in zip(FIELDS, columns, strict=True)}
 
 
-def settings(args: Any) -> dict[str, tuple[float, Any]]:
+def settings(args: Any, base: ModuleType) -> dict[str, tuple[float, Any]]:
     """(coefficient of the KL, arguments) by name: the script's own, and each KL in the loss and importance weight."""
     found = {"the given flags": (args.kl_coefficients[0], args)}
-    for place, estimator in kl_estimators.settings(sys.modules[type(args).__module__]):
+    for place, estimator in kl_estimators.settings(base):
         if place == "loss":
             found[f"--kl_estimator {estimator}"] = (0.1, with_flags(args, kl_estimator=estimator))
     found["--truncated_importance_sampling_ratio_cap 2"] = (
@@ -83,11 +78,11 @@ def check_edges(subject: Subject) -> list[Finding]:
         "importance_weights",
         "clamp_straight_through",
     )
-    theirs = settings(subject.base_args)
+    theirs = settings(subject.base_args, subject.base)
     for title, values in cases.items():
         failed = []
         tokens = 0
-        for name, (beta, args) in settings(subject.args).items():
+        for name, (beta, args) in settings(subject.args, subject.base).items():
             ours_T = broken(subject.script, beta, args, values)
             theirs_T = broken(subject.base, *theirs[name], values)
             tokens += len(ours_T)

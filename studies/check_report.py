@@ -7,15 +7,12 @@ import contextlib
 import dataclasses
 import io
 import json
-import sys
 import tempfile
 import textwrap
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import probe_run
 

@@ -14,8 +14,6 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import script_loader
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import probe_run
 import torch

@@ -9,13 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-import sys
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
 
 import numpy as np
 import pretrain_tiny

@@ -1,11 +1,10 @@
 """The KL study: its raw results as one table, and the figures and tables of docs/maintainers/kl_study.md.
 
     python studies/kl_study.py                           redraws the figures and prints the tables
-    python studies/kl_study.py --add runs/study_kl ...   first adds the finished and measured runs in these folders
 
 The table, docs/maintainers/data/kl_study.csv.gz, has a row per run: the arguments that differ from their defaults, the
-version of the code, and final values as scripts/plot.py takes them: of the last evaluation, or the mean over the last
-tenth of the steps. ``kl/exact`` is what studies/measure_kl.py measured.
+version of the code, and final values, of the last evaluation or the mean over the last tenth of the steps. ``kl/exact``
+was measured by studies/measure_kl.py, which commit 98a86a0 has, with the option that adds rows.
 
 Intervals are 95 % intervals over seeds, by Student's t. The KL spans three decades, so its mean is the geometric one,
 with the interval of the logarithm. Effects are compared seed by seed, because runs with the same seed have the same
@@ -16,47 +15,24 @@ a slope of 0 stand for no effect.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))  # the scripts are not a package
 
-import measure_kl
 import numpy as np
 import pandas as pd
 import plot
 from intervals import mean_interval
-
-import grpo
-from runtime.arguments.flags import PRESENTATION
-from runtime.system import process
 
 matplotlib.use("Agg")  # no display on a cluster
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "maintainers"
 TABLE = DOCS / "data" / "kl_study.csv.gz"
-PLACES = {"model_name_or_path", "exp_name", "output_dir", "run_name"}  # where things lie, and what they are called
-RESULTS = (
-    "eval/pass@1",
-    "reward/mean",
-    "kl/exact",
-    "kl/exact_stderr",
-    "kl/sequence",
-    "kl/k1",
-    "kl/k2",
-    "kl/k3",
-    "kl/k4",
-    "kl/abs",
-    "policy/entropy",
-    "completions/length_mean",
-    "time/step",
-)
 STYLES = {  # one of scripts/plot.py's colors per estimator, dashed where the gradient is unbiased
     "k1, naive": ("C1", "-"),
     "k1, unbiased": ("C1", "--"),
@@ -73,75 +49,6 @@ STYLES = {  # one of scripts/plot.py's colors per estimator, dashed where the gr
     "k4": ("C2", "-"),
 }
 SAME = ("k1, unbiased", "k2, unbiased", "k4, unbiased")  # as k3, unbiased: one algorithm, and one line in the figures
-
-
-# ------------------------------------------------------------------------------------------------------------ the table
-
-
-def row(folder: Path) -> dict[str, object] | None:
-    """Return the row of a run, or None for a run that is not finished or not measured."""
-    if not (folder / measure_kl.RESULT).is_file():
-        return None
-    run = plot.load_run(folder)
-    config = json.loads((folder / "config.json").read_text())
-    found: dict[str, object] = {"run": folder.name, "model": Path(run.args["model_name_or_path"]).name}
-    defaults = vars(grpo.Args())
-    for name, value in run.args.items():
-        default = defaults.get(name)
-        default = list(default) if isinstance(default, tuple) else default
-        if value != default and name not in (*PRESENTATION, *PLACES):
-            found[name] = value
-    # What the study varies is in every row.
-    for name in ("seed", "beta", "num_mini_batches", "kl_placement"):
-        found[name] = run.args[name]
-    estimator = run.args["kl_reward_estimator" if run.args["kl_placement"] == "reward" else "kl_estimator"]
-    found["kl_estimator"] = estimator.removesuffix("+")
-    found["kl_gradient"] = "unbiased" if estimator.endswith("+") else "naive"
-    found["commit"] = config.get("git", {}).get("commit", "")[:10]
-    found["steps"] = run.metrics[-1]["step"]
-    found["base pass@1"] = run.curve("eval/pass@1").iloc[0]
-    measured = json.loads((folder / measure_kl.RESULT).read_text())
-    for name in RESULTS:
-        found[name] = measured[name] if name in measured else run.final(name)
-    return found
-
-
-def add(table: pd.DataFrame, folders: list[Path]) -> pd.DataFrame:
-    """Return the table with the runs in these folders of runs; a run that it has already is replaced."""
-    rows = []
-    for folder in folders:
-        for config in sorted(folder.glob("*/config.json")):
-            rows.append(row(config.parent))
-    fresh = pd.DataFrame([found for found in rows if found is not None])
-    print(f"{len(fresh)} runs are finished and measured, {rows.count(None)} are not")
-    both = pd.concat([table, fresh], ignore_index=True).drop_duplicates("run", keep="last")
-    for said in unlike(both):
-        process.refuse(
-            f"{said}: they are not of one model. Another machine makes another test bed, and bf16 samples differently "
-            "there; give --table FILE, and start a table of this machine's runs"
-        )
-    return both.sort_values("run", ignore_index=True)
-
-
-def unlike(table: pd.DataFrame) -> list[str]:
-    """List runs of the same model and seed that start with different pass@1 and so cannot be paired."""
-    found = []
-    for (model, seed), runs in table.groupby(["model", "seed"]):
-        begins = sorted(set(runs["base pass@1"].round(4)))  # the file has six digits
-        if len(begins) > 1:
-            found.append(f"runs of {model} with seed {seed:.0f} begin at pass@1 {' and '.join(map(str, begins))}")
-    return found
-
-
-def read(path: Path) -> pd.DataFrame:
-    """Read the table in a file, or return an empty one if there is no file yet."""
-    return pd.read_csv(path, dtype={"commit": str}) if path.is_file() else pd.DataFrame({"run": []})
-
-
-def write(table: pd.DataFrame, path: Path) -> None:
-    """Write the table so that the same rows make the same bytes."""
-    path.parent.mkdir(exist_ok=True)
-    table.to_csv(path, index=False, float_format="%.6g", compression={"method": "gzip", "mtime": 0})
 
 
 # ------------------------------------------------------------------------------------------------------------ the parts
@@ -478,17 +385,10 @@ def report(table: pd.DataFrame) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="FOLDER", help="folders of runs to add")
     parser.add_argument("--table", type=Path, default=TABLE, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=DOCS, help="folder of the figures (default: %(default)s)")
     args = parser.parse_args()
-    table = read(args.table)
-    if args.add:
-        table = add(table, args.add)
-        write(table, args.table)
-        table = read(args.table)
-    if table.empty:
-        process.refuse(f"{args.table} has no runs; add some with --add")
+    table = pd.read_csv(args.table, dtype={"commit": str})
     draw_kl(table, args.output / "kl_study.png")
     draw_frontier(table, args.output / "kl_study_frontier.png")
     print(report(table))

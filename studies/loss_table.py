@@ -1,8 +1,6 @@
 """The expected gradient of every policy loss next to the gradient of E[R], by exact enumeration.
 
     python studies/loss_table.py                              prints the table (a few seconds on one core)
-    python studies/loss_table.py --output docs/maintainers/losses.png     also draws it
-    python studies/loss_table.py --worlds 20                  medians over random rewards and policies instead
 
 studies/enumeration.py has the policies, over whose responses every expectation is a sum, and the CONDITIONS.
 
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +34,6 @@ from enumeration import (
     F64,
     PROMPTS,
     UNNAMED,
-    VOCABULARY,
     Policies,
     Row,
     World,
@@ -578,7 +574,6 @@ class Groups(NamedTuple):
     layouts: list[tuple[tuple[int, ...], bool]]  # of each group: lengths of its members, whether all rewards are equal
     tokens: Tensor  # [groups]
     zero: Tensor  # [groups], tokens without gradient
-    squares: Tensor  # [groups], the sum of the squared advantages
 
 
 def groups_of(
@@ -586,10 +581,9 @@ def groups_of(
     policies: Policies,
     prompt: int,
     args: grpo.Args,
-    decoupled: bool = False,
     script: ModuleType = grpo,
 ) -> Groups:
-    """Every group of one prompt, with the advantages and the loss of a script; ``decoupled``: of each part alone."""
+    """Every group of one prompt, with the advantages and the loss of a script."""
     own = torch.nonzero(world.prompts == prompt).flatten().tolist()
     combinations = list(itertools.combinations_with_replacement(own, GROUP))
     orders = [len(set(itertools.permutations(group))) for group in combinations]
@@ -597,13 +591,7 @@ def groups_of(
     drawn = PROMPTS * world.probabilities(policies.sampler)
     probability = torch.tensor(orders, dtype=F64) * drawn[members].prod(1)
     rewards = world.rewards[members]
-    kind = args.advantage_normalization_type
-    if decoupled:
-        advantages = torch.zeros_like(rewards)
-        for part in world.parts:
-            advantages += script.group_advantages(part[members], kind)
-    else:
-        advantages = script.group_advantages(rewards, kind)
+    advantages = script.group_advantages(rewards, args.advantage_normalization_type)
 
     # the tokens of all members of all groups, one after the other
     flat = members.flatten()
@@ -633,7 +621,6 @@ def groups_of(
         layouts=layouts,
         tokens=lengths.sum(1).to(F64),
         zero=idle.view(members.shape).sum(1),
-        squares=advantages.square().sum(1),
     )
 
 
@@ -697,75 +684,6 @@ def step_row(script: ModuleType, args: grpo.Args, world: World, policies: Polici
     return summarize(updates, drawn.flatten(), world, policies, responses=2 * GROUP, zero=zero)
 
 
-# --------------------------------------------------------------------------------------------------------- two rewards
-
-SPLIT = "sum_xk c_xk E[r_k|x]"
-COUPLED = f"{SPLIT} + c_x E[r_1 r_2|x]"
-TWO_REWARDS = ("sum, then std", "std, then sum", "GDPO")
-
-
-def two_rewards() -> World:
-    """Return a world whose reward is 1 for a right response, and 1 more for a certain first token: its form."""
-    world = World(max_length=2)
-    first = [tokens[0] for _, tokens in world.responses]
-    well_formed = torch.tensor(first) == 1
-    world.parts = torch.stack([world.rewards, well_formed.to(F64)])
-    world.rewards = world.parts.sum(0)
-    return world
-
-
-def two_rewards_row(name: str, world: World, policies: Policies) -> Row:
-    """Return the row of an advantage of two rewards, r_k, in a step on a group per prompt (GDPO: arXiv 2601.05242)."""
-    args = grpo.Args()
-    decoupled = name != "sum, then std"
-    batch = PROMPTS * GROUP
-    groups = []
-    for prompt in range(PROMPTS):
-        groups.append(groups_of(world, policies, prompt, args, decoupled))
-    first, second = groups
-    updates = first.updates.sum(1)[:, None] + second.updates.sum(1)
-    updates = updates / batch
-    if name == "GDPO":  # the std of the batch, whose mean is 0
-        squares = first.squares[:, None] + second.squares
-        std = (squares / (batch - 1)).sqrt()
-        updates = updates / (std[..., None] + 1e-4)
-    updates = updates.flatten(0, 1)
-    drawn = torch.outer(first.probability, second.probability)
-    drawn = drawn.flatten()
-    zero = sum(x.probability @ x.zero for x in groups)
-    tokens = sum(x.probability @ x.tokens for x in groups)
-    zero = (zero / tokens).item()
-    row = summarize(updates, drawn, world, policies, batch, zero)
-    ascends = SPLIT
-    for prompt in range(PROMPTS):
-        weights, left = weights_of_parts(drawn @ updates, world, policies, prompt)
-        if left > 1e-6:
-            return row
-        if abs(weights[2].item()) > 1e-6:
-            ascends = COUPLED
-    return row._replace(ascends=ascends)
-
-
-def weights_of_parts(mean: Tensor, world: World, policies: Policies, prompt: int) -> tuple[Tensor, float]:
-    """Return the weights [3] of the gradients of E[r_1], E[r_2] and E[r_1 r_2], given the prompt, nearest to an update.
-
-    The second number is the fraction of the update that they leave out.
-    """
-    own = world.prompt_of_row.repeat_interleave(VOCABULARY) == prompt
-    columns = []
-    for reward in (*world.parts, world.parts.prod(0)):
-        gradient = world.gradient(lambda x, r=reward: world.probabilities(x) @ r, policies.pi)
-        columns.append(gradient[own])
-    gradients = torch.stack(columns, 1)
-    update = mean[own]
-    # By singular values: where a gradient is 0, as of two rewards that no response has both of, the default may find
-    # rank 0, since LAPACK's gelsy takes columns first whose marks torch leaves as the memory has them.
-    nearest = torch.linalg.lstsq(gradients, update[:, None], driver="gelsd")
-    weights = nearest.solution[:, 0]
-    left = update - gradients @ weights
-    return weights, (left.norm() / update.norm()).item()
-
-
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
@@ -784,29 +702,7 @@ def table() -> dict[tuple[str, str], Row | Distillation]:
         policies = policies_of(small_world, condition)
         for name in RECIPES:
             rows[condition, name] = recipe_row(name, small_world, policies)
-        of_two = two_rewards()
-        policies = policies_of(of_two, condition)
-        for name in TWO_REWARDS:
-            rows[condition, name] = two_rewards_row(name, of_two, policies)
     return rows
-
-
-def median_rows(worlds: int) -> dict[tuple[str, str], Row]:
-    """(condition, loss) -> the median of each number over random rewards and policies."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for seed in range(worlds):
-        world = World(max_length=4, seed=seed)
-        for condition in CONDITIONS:
-            policies = policies_of(world, condition, seed=100 + seed)
-            for name in LOSSES:
-                row = loss_row(name, world, policies)
-                found.setdefault((condition, name), []).append(row)
-    medians = {}
-    for cell, rows in found.items():
-        columns = zip(*[row[1:] for row in rows], strict=True)
-        numbers = [statistics.median(column) for column in columns]
-        medians[cell] = Row("", *numbers)
-    return medians
 
 
 def format_row(name: str, row: Row) -> str:
@@ -822,54 +718,20 @@ def print_table(rows: dict[tuple[str, str], Row]) -> None:
         print("loss                  bias  cosine   size   noise   zero  ascends")
         for name in LOSSES:
             print(format_row(name, rows[condition, name]))
-        if (condition, "SDPO, sampled tokens") in rows:
-            print("self-distillation                 bias  cosine  descends")
-            for name in DISTILLATIONS:
-                row = rows[condition, name]
-                print(f"{name:29}{row.bias:9.3f}{row.cosine:+8.3f}  {row.descends}")
+        print("self-distillation                 bias  cosine  descends")
+        for name in DISTILLATIONS:
+            row = rows[condition, name]
+            print(f"{name:29}{row.bias:9.3f}{row.cosine:+8.3f}  {row.descends}")
         if (condition, "GRPO") in rows:
             print(f"recipe (groups of {GROUP})")
-            for name in (*RECIPES, *TWO_REWARDS):
+            for name in RECIPES:
                 print(format_row(name, rows[condition, name]))
 
 
-def draw(rows: dict[tuple[str, str], Row], picture: str) -> None:
-    """Draw bias and noise of every policy loss under every condition as two grids of numbers."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display on a cluster
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 7.2), sharey=True, layout="constrained")
-    panels = {
-        "bias: |expected update - grad E[R]| / |grad E[R]|": ("bias", 1.2),
-        "noise: sd of one response / |expected update|": ("noise", 10.0),
-    }
-    for axis, (title, (field, largest)) in zip(axes, panels.items(), strict=True):
-        grid = []
-        for name in LOSSES:
-            grid.append([getattr(rows[condition, name], field) for condition in CONDITIONS])
-        axis.imshow(grid, cmap="YlOrRd", vmin=0, vmax=largest, aspect="auto")
-        for y, line in enumerate(grid):
-            for x, value in enumerate(line):
-                color = "white" if value > 0.6 * largest else "black"
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
-        axis.set_title(title, fontsize=10)
-        axis.set_xticks(range(len(CONDITIONS)), CONDITIONS)
-        axis.set_yticks(range(len(LOSSES)), LOSSES)
-    figure.savefig(picture, dpi=120)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print the expected gradient of every policy loss.")
-    parser.add_argument("--output", metavar="PNG", help="also draw bias and noise")
-    parser.add_argument("--worlds", metavar="N", type=int, help="print medians over N random worlds")
-    args = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
-    found = median_rows(args.worlds) if args.worlds else table()
-    print_table(found)
-    if args.output:
-        draw(found, args.output)
+    print_table(table())
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the folders are no packages
-
 import torch
 import watching
 from fixed_samples import (

@@ -206,34 +206,31 @@ class Run:
         last = [s["response"] for s in self.samples if s["step"] > len(self.metrics) - steps]
         return sum(response.startswith("~") for response in last) / len(last) if last else math.nan
 
-    def hedges(self, steps: int = 10) -> float:
-        """The fraction of the last steps' responses that do not end after their answer."""
-        last = [s["response"] for s in self.samples if s["step"] > len(self.metrics) - steps]
-        return sum(" or" in response for response in last) / len(last) if last else math.nan
+
+def run_copy(files: dict[str, str], script: str, flags: dict[str, object], folder: Path) -> tuple[int, str]:
+    """Write files to a folder and run a script of them in a process of its own: (exit code, what it printed)."""
+    for path, text in files.items():
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_text(text)
+    line = [str(folder / script)]
+    for flag, value in {**flags, "output_dir": folder / "runs", "run_name": "run"}.items():
+        line += [f"--{flag}", str(value)]
+    environment = os.environ | {"WANDB_MODE": "disabled"}
+    (code,), text = fork_server.run(line, folder / "log", environment, 600, cwd=folder, vllm="hf" not in line)
+    return code, text
 
 
-def run(
-    script: str, course: str, seed: int, breakage: Breakage | None = None, root: Path = ROOT, **changes: object
-) -> Run:
-    """Copy the project, break the copy, and run a script of it in a process of its own."""
-    files = project_files(root)
+def run(script: str, course: str, seed: int, breakage: Breakage | None = None) -> Run:
+    """Run a script of a copy of the project that is broken in this way."""
+    files = project_files(ROOT)
     if breakage is not None:
         files |= edited(files, breakage, script)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for path, text in files.items():
-            (folder / path).parent.mkdir(exist_ok=True)
-            (folder / path).write_text(text)
-        flags = FLAGS | SCRIPT_FLAGS[script] | COURSE_FLAGS[course] | changes
-        flags |= {"seed": seed, "output_dir": str(folder / "runs"), "run_name": "run"}
-        line = [str(folder / script)]
-        for flag, value in flags.items():
-            line += [f"--{flag}", str(value)]
-        environment = os.environ | {"WANDB_MODE": "disabled"}
-        (code,), text = fork_server.run(line, folder / "log", environment, 600, cwd=folder, vllm="hf" not in line)
+        flags = FLAGS | SCRIPT_FLAGS[script] | COURSE_FLAGS[course] | {"seed": seed}
+        code, text = run_copy(files, script, flags, Path(name))
         left = []
         for file in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
-            path = folder / "runs" / "run" / file
+            path = Path(name, "runs", "run", file)
             left.append([json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else [])
     return Run(code, text[-4000:], *left)
 
@@ -266,7 +263,7 @@ def summary(found: Run) -> str:
     seconds = sorted(step["time/step"] for step in found.metrics)
     return (
         f"pass@1 {first:.3f} -> {last:.3f}  reward {found.last('reward/mean'):.3f}  "
-        f"guesses {found.guesses():.3f}  hedges {found.hedges():.3f}  "
+        f"guesses {found.guesses():.3f}  "
         f"KL {found.last('kl/sequence'):.3f}  explained {found.last('value/explained_variance'):.3f}  "
         f"{seconds[len(seconds) // 2]:.2f} s a step"
     )
@@ -278,10 +275,7 @@ def main() -> int:
     parser.add_argument("--first_seed", type=int, default=1)
     parser.add_argument("--only", default="", help="part of a name that is printed, for example 'hold'")
     parser.add_argument("--script", choices=list(SCRIPT_FLAGS), help="run this script only (default: all)")
-    parser.add_argument("--root", type=Path, default=ROOT, help="project to run (default: this one)")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FLAG=VALUE", help="other flags of the script")
     args = parser.parse_args()
-    changes = dict(pair.split("=", 1) for pair in args.set)
     cases = [(breakage, script, breakage.course, args.first_seed) for breakage, script in CASES]
     if args.healthy:
         seeds = range(args.first_seed, args.first_seed + args.healthy)
@@ -291,7 +285,7 @@ def main() -> int:
         what = breakage.what if breakage else f"healthy, {course}"
         if args.script not in (None, script) or args.only not in what:
             continue
-        found = run(script, course, seed, breakage, args.root, **changes)
+        found = run(script, course, seed, breakage)
         wrong = complaints(found, script, course)
         surprises += bool(wrong) == (breakage is None)
         print(f"{script} seed {seed}  {what}: {summary(found)}  [{'; '.join(wrong) or 'learns'}]", flush=True)

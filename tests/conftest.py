@@ -33,18 +33,7 @@ hypothesis.settings.load_profile("fast")
 pytest.register_assert_rewrite("helpers")
 import broken_scripts
 import fork_server
-from helpers import (
-    ROOT,
-    SMALL,
-    Run,
-    descendants,
-    freeze,
-    interrupted,
-    make_samples,
-    make_tiny,
-    own_signals,
-    tiny_args,
-)
+from helpers import ROOT, SMALL, Run, descendants, freeze, interrupted, make_samples, make_tiny, own_signals, tiny_args
 
 from graders import reasoning_gym_tasks
 from runtime.data.samples import Sample
@@ -70,10 +59,6 @@ def pytest_collection():
         gc.enable()
 
 
-COLLECTED = pytest.StashKey[list[pytest.Function]]()  # every test of the files asked for, also those that -m leaves out
-
-
-@pytest.hookimpl(tryfirst=True)  # before -m leaves tests out
 def pytest_collection_modifyitems(config, items):
     """Longer files come first: a worker that begins with one at the end keeps the other one waiting.
 
@@ -81,7 +66,6 @@ def pytest_collection_modifyitems(config, items):
     """
     size = {path: path.stat().st_size for path in {item.path for item in items}}
     items.sort(key=lambda item: -size[item.path])
-    config.stash[COLLECTED] = list(items)
     if config.getoption("--hypothesis-profile", "fast") == "long":  # hours, on purpose
         return
     for item in items:
@@ -96,6 +80,19 @@ def not_asked_to_stop():
         yield
     stop = process.StopRequest
     stop.asked = stop.training = stop.last_step_done = False
+
+
+@pytest.fixture
+def refused(capsys):
+    """Make a call that must end the program with exit code 2, and return what it says."""
+
+    def said_by(call, *rest, **named) -> str:
+        with pytest.raises(SystemExit) as end:
+            call(*rest, **named)
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return said_by
 
 
 @pytest.fixture(scope="session", autouse=True)

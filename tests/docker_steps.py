@@ -4,25 +4,25 @@
     python tests/docker_steps.py /tmp/root --then 'python grpo.py --dry_run'      and a command in the finished image
 
 FROM is the folder ROOT, an unpacked Debian of the release that the Dockerfile names. COPY leaves out what .dockerignore
-names, and RUN is `chroot ROOT /bin/sh -c ...` with the values of ARG and ENV. Root alone may do this. ``--bind FOLDER``
-shows a folder of this machine inside, such as a mirror of packages, and ``--env NAME=VALUE`` sets a variable there.
+names. All steps are one shell script, run by chroot: root alone may do this. ``--bind FOLDER`` shows a folder of this
+machine inside, such as a mirror of packages, and ``--env NAME=VALUE`` sets a variable there, of an ARG as well.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 Step = tuple[str, str]  # instruction, what follows it on its line
+HOME = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
 
 
 def steps(text: str) -> list[Step]:
@@ -54,7 +54,7 @@ def copied(sources: list[str], patterns: list[str], project: Path = ROOT) -> lis
         kept = [name for name in names if not ignored(name, patterns)]
         if not kept:
             raise FileNotFoundError(f"COPY {source}: no such file, or .dockerignore leaves it out")
-        found += [(source, name) for name in kept]
+        found += kept
     return found
 
 
@@ -63,91 +63,37 @@ def patterns_of(project: Path = ROOT) -> list[str]:
     return [line.strip() for line in (project / ".dockerignore").read_text().splitlines() if line.strip()]
 
 
-class Image:
-    """A root file system to which steps are applied."""
-
-    def __init__(self, root: Path, given: dict[str, str], extra: dict[str, str]):
-        self.root, self.given = root, given
-        self.place = "/"
-        self.env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **extra}
-
-    def apply(self, step: Step) -> None:
-        """Apply one instruction. Raises CalledProcessError where a command fails, ValueError for an unknown one."""
-        name, rest = step
-        if name == "ARG":
-            key, equals, default = rest.partition("=")
-            if key in self.given or equals:
-                self.env[key] = self.given.get(key, default)
-        elif name == "ENV":
-            key, _, value = rest.partition("=")
-            self.env[key] = value.replace("$PATH", self.env["PATH"])
-        elif name == "WORKDIR":
-            self.place = rest
-            self.inside(rest).mkdir(parents=True, exist_ok=True)
-        elif name == "COPY":
-            *sources, target = rest.split()
-            self.copy(sources, target)
-        elif name == "RUN":
-            self.run(rest)
-        elif name not in ("FROM", "CMD"):
-            raise ValueError(f"{name}: an instruction that this program does not know")
-
-    def inside(self, path: str) -> Path:
-        """Return the place of a path of the image on this machine."""
-        return self.root / os.path.join(self.place, path).lstrip("/")
-
-    def copy(self, sources: list[str], target: str) -> None:
-        """Copy files as COPY does: a folder's contents, a file into a target that ends in /."""
-        for source, name in copied(sources, patterns_of()):
-            is_file = (ROOT / source).is_file()
-            below = os.path.basename(name) if is_file else os.path.relpath(name, source)
-            place = self.inside(target) / below if target.endswith(("/", ".")) or not is_file else self.inside(target)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, place, follow_symlinks=False)
-
-    def run(self, command: str) -> None:
-        """Run a shell's command line inside, in the folder of WORKDIR."""
-        line = ["chroot", str(self.root), "/bin/sh", "-c", f"cd {self.place} && {command}"]
-        subprocess.run(line, env=self.env, check=True)
+def as_shell(step: Step) -> str:
+    """Return an instruction as a line of the shell; a file of this project is copied to the path that it has here."""
+    name, rest = step
+    if name == "ARG":
+        key, equals, default = rest.partition("=")
+        return f"export {key}=${{{key}:-{default}}}" if equals else ":"
+    if name == "COPY":
+        lines = "".join(f"{file}\n" for file in copied(rest.split()[:-1], patterns_of()))
+        return f"printf %s {shlex.quote(lines)} | tar -C /project -cT - | tar -x --no-same-owner"
+    others = {"FROM": ":", "CMD": ":", "ENV": f"export {rest}", "RUN": f"({rest})"}
+    return (others | {"WORKDIR": f"mkdir -p {rest}; cd {rest}"})[name]
 
 
-@contextlib.contextmanager
-def mounted(root: Path, folders: list[str]):
-    """Bind folders of this machine into the root, /proc and /dev among them, and take them out at the end."""
-    places = []
-    try:
-        for folder in ("/proc", "/dev", *folders):
-            place = root / folder.lstrip("/")
-            place.mkdir(parents=True, exist_ok=True)
-            subprocess.run(["mount", "--rbind", folder, str(place)], check=True)
-            subprocess.run(["mount", "--make-rslave", str(place)], check=True)
-            places.append(place)
-        yield
-    finally:
-        for place in reversed(places):
-            subprocess.run(["umount", "-R", "-l", str(place)], check=False)
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="an unpacked Debian, which the steps change")
-    parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE", help="as of docker build")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable inside")
     parser.add_argument("--bind", action="append", default=[], metavar="FOLDER", help="a folder of this machine inside")
-    parser.add_argument("--then", metavar="COMMAND", help="a command after the last step")
+    parser.add_argument("--then", default=":", metavar="COMMAND", help="a command after the last step")
     args = parser.parse_args()
-    if os.geteuid() != 0:
-        sys.exit("error: chroot and mount need root")
-    pairs = [dict(word.split("=", 1) for word in words) for words in (args.build_arg, args.env)]
-    image = Image(args.root.resolve(), *pairs)
-    shutil.copy2("/etc/resolv.conf", image.root / "etc" / "resolv.conf")
-    with mounted(image.root, args.bind):
-        for step in [*steps((ROOT / "Dockerfile").read_text()), *([("RUN", args.then)] if args.then else [])]:
-            started = time.monotonic()
-            print(f"--- {' '.join(step)[:110]}", flush=True)
-            image.apply(step)
-            print(f"    {time.monotonic() - started:.0f} s", flush=True)
+    root = args.root.resolve()
+    shutil.copy2("/etc/resolv.conf", root / "etc" / "resolv.conf")
+    lines = ["set -eu", *map(as_shell, steps((ROOT / "Dockerfile").read_text())), args.then]
+    (root / "steps.sh").write_text("\n".join(lines) + "\n")
+    mounts = ["set -e"]  # of a name space of their own, which ends with its process
+    for folder, place in [(ROOT, "/project"), *((name, name) for name in ("/proc", "/dev", *args.bind))]:
+        (root / place.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        mounts.append(f"mount --rbind {folder} {root}{place}")
+    line = ["unshare", "--mount", "sh", "-c", "\n".join([*mounts, f"exec chroot {root} /bin/sh /steps.sh"])]
+    return subprocess.run(line, env=HOME | dict(word.split("=", 1) for word in args.env)).returncode
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,14 +10,12 @@ An ailment is a set of flags, and edits where no flag does it. Runs train the mo
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import fork_server
-from broken_scripts import BREAKAGES, FLAGS, ROOT, SCRIPT_FLAGS, Breakage, edited, project_files
+from broken_scripts import BREAKAGES, FLAGS, ROOT, SCRIPT_FLAGS, Breakage, edited, project_files, run_copy
 
 sys.path.insert(0, str(ROOT))
 
@@ -122,20 +120,11 @@ def examined(
     files |= edited(files, Breakage("an ailment", edits), script)
     files["rewards_of_ailments.py"] = REWARDS
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for path, text in files.items():
-            (folder / path).parent.mkdir(exist_ok=True)
-            (folder / path).write_text(text)
-        given = FLAGS | {"total_steps": steps, "log_samples": 32, "eval_samples": 1} | flags
-        given |= {"seed": seed, "output_dir": str(folder / "runs"), "run_name": "run"}
-        line = [str(folder / script)]
-        for flag, value in given.items():
-            line += [f"--{flag}", str(value)]
-        environment = os.environ | {"WANDB_MODE": "disabled"}
-        (code,), text = fork_server.run(line, folder / "log", environment, 600, cwd=folder, vllm="hf" not in line)
+        given = FLAGS | {"total_steps": steps, "log_samples": 32, "eval_samples": 1, "seed": seed} | flags
+        code, text = run_copy(files, script, given, Path(name))
         if code != 0:
             raise RuntimeError(f"exit code {code}: {text[-2000:]}")
-        return examine(Case.of(folder / "runs" / "run"))
+        return examine(Case.of(Path(name, "runs", "run")))
 
 
 def main() -> int:

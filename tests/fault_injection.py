@@ -7,10 +7,9 @@
     python tests/fault_injection.py --rollout vllm --dtype bfloat16
     python tests/fault_injection.py --only killed second_run          these faults alone
 
-Faults come from outside (signals, damaged files, limits of the kernel, another clock) or by the hooks that
-tests/runs/test_faults.py uses. A run that ended as it should is started again, as a fork of this process, which has
-imported everything. A fault that costs a sample or an optimizer step says so in metrics.jsonl; the soak then goes back
-to the checkpoint before. Every wait has a limit. What was met is printed, with its step and how it ended.
+Faults come from outside (signals, damaged files, limits of the kernel) or by hooks in the script. A run that ended as
+it should is started again, as a fork of this process, which has imported everything. A fault that costs a sample or an
+optimizer step says so in metrics.jsonl; the soak then goes back to the checkpoint before. Every wait has a limit.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # neither the t
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "scripts"))  # nor the scripts are a package
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "studies"))
 
-import moved_clock
 import run_many
 import torch
 from helpers import (
+    DAMAGE,
     ROOT,
     Run,
     alive,
     command,
     descendants,
-    flip,
     go_back,
     logged,
     make_chatty,
@@ -56,13 +54,12 @@ from helpers import (
     saved,
 )
 
-from runtime.run import directory
-from runtime.system import jsonl
+from runtime.run import directory, run_files
 
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
 PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
-HOURS = 5 * 3600.0
+COSTS = ("reward/errors", "reward/timeouts", "reward/unscorable", "optim/skipped", "env/failures")
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
@@ -72,22 +69,6 @@ class Finished(Exception):
 
 class Missed(Exception):
     """A fault met nobody: what it is aimed at is gone, or has no work."""
-
-
-class Outbox:
-    """The engine's, which changes the samples that go through it by ``change(log-probs)``."""
-
-    def __init__(self, outbox, change: Callable[[list[float]], list[float]]):
-        self.outbox = outbox
-        self.change = change
-
-    def __getattr__(self, name: str):
-        return getattr(self.outbox, name)
-
-    def put(self, message: tuple) -> None:
-        if message[0] == "sample":
-            message = (*message[:4], self.change(message[4]), *message[5:])
-        self.outbox.put(message)
 
 
 def hook(script: ModuleType, orders: Path) -> None:
@@ -119,12 +100,6 @@ def hook(script: ModuleType, orders: Path) -> None:
 
         return ask
 
-    def reports(plain: Callable) -> Callable:
-        def change(logprobs: list[float]) -> list[float]:
-            return [math.nan] * len(logprobs) if ordered("sampler_nan") else logprobs
-
-        return lambda *given: plain(*given[:-1], Outbox(given[-1], change))
-
     def half(weights: list, what: str):
         yield from weights[: len(weights) // 2]
         if what == "killed_in_a_push":
@@ -149,8 +124,6 @@ def hook(script: ModuleType, orders: Path) -> None:
 
     script.begin_turn = asks(script.begin_turn)
     script.utils._generate = asks(script.utils._generate)
-    script.vllm_thread = reports(script.vllm_thread)
-    script.utils.hf_thread = reports(script.utils.hf_thread)
     script.push_weights = push
     script.token_loss = token_loss
     logger.RunLog.step = step
@@ -225,7 +198,6 @@ class Soak:
         self.folder = self.out / "run"
         self.orders = place / "orders"
         self.orders.mkdir(exist_ok=True)
-        self.clock = Path(os.environ.get("CLOCK_FILE", os.devnull))
         self.lives = 0
         self.went_back = 0
         self.lost: Counter = Counter()
@@ -256,7 +228,7 @@ class Soak:
         """The run without a fault."""
         log = self.place / "straight.log"
         run = Life(log, self.script, self.straight[2:], log)
-        assert run.process.wait(HOURS) == 0, run.text()
+        assert run.process.wait(10 * LIMIT) == 0, run.text()
 
     def until_or_end(self, condition: Callable[[], bool]) -> bool:
         """Wait for one of both; whether it was the end. Raises Finished where the exit code is 0."""
@@ -282,9 +254,9 @@ class Soak:
         before = self.run.text().count(words)
         return lambda: self.run.text().count(words) > before
 
-    def ends(self, *codes: int, limit: float = LIMIT) -> int:
+    def ends(self, *codes: int) -> int:
         """Wait for the end of the run, with one of these exit codes; any but 0 and 75 without one."""
-        deadline = time.monotonic() + limit
+        deadline = time.monotonic() + LIMIT
         while self.run.process.poll() is None and time.monotonic() < deadline:
             self.run.seen |= set(descendants(self.run.process.pid))
             time.sleep(0.02)
@@ -323,16 +295,6 @@ class Soak:
         """Have the program around the script do this, once."""
         (self.orders / fault).touch()
 
-    def has_two_checkpoints(self) -> bool:
-        """Return True if there is a checkpoint to fall back on."""
-        return len(directory.saved_steps(self.folder)) > 1
-
-    def dead_checkpoint(self) -> Path:
-        """Kill the run; its newest checkpoint, which is not the only one."""
-        self.until(self.has_two_checkpoints)
-        self.kill()
-        return directory.saved_steps(self.folder)[-1][1]
-
     def resumes(self, words: str) -> str:
         """Start again after damage, which must be named."""
         self.start()
@@ -345,12 +307,7 @@ class Soak:
     def go_back_if_it_cost(self) -> bool:
         """Resume from before the first step that lost a sample or an optimizer step."""
         file = self.folder / "metrics.jsonl"
-        first = None
-        for metrics in jsonl.records(file):
-            lost = [metrics[f"reward/{kind}"] for kind in ("errors", "timeouts", "unscorable")]
-            lost += [metrics["optim/skipped"], metrics.get("env/failures", 0)]
-            if first is None and sum(lost) > 0:
-                first = metrics["step"]
+        first = next((row["step"] for row in run_files.records(file) if any(row.get(name) for name in COSTS)), None)
         if first is None:
             return False
         if self.run.process.poll() is None:
@@ -368,10 +325,10 @@ class Soak:
         print(f"step {first:4d}  lost a sample or a step: back to {earlier[-1] if earlier else 0}", flush=True)
         return True
 
-    def meet(self, faults: list[Callable], count: int) -> Counter:
+    def meet(self, faults: dict[str, Callable], count: int) -> Counter:
         """Run to the end, through ``count`` faults or as many as come; how often each kind was met."""
         met: Counter = Counter()
-        deck: list[Callable] = []
+        deck: list[str] = []
         self.start()
         target = 2
         while True:
@@ -381,13 +338,12 @@ class Soak:
                     self.start()
                     continue
                 if not deck:
-                    deck = self.random.sample(faults, len(faults))
-                fault = deck.pop()
+                    deck = self.random.sample(list(faults), len(faults))
+                name = deck.pop()
                 step = self.step()
                 begun = time.monotonic()
-                name = fault.__doc__.partition(".")[0]
                 try:
-                    how = fault(self)
+                    how = faults[name](self)
                     met[name] += 1
                 except Missed:
                     how = "met nobody"
@@ -407,6 +363,13 @@ class Soak:
 # -------------------------------------------------------------------------------------------------------------- faults
 
 
+def goes_on(soak: Soak) -> str:
+    """Wait for two more steps: the first one may have begun before the fault."""
+    step = soak.step()
+    soak.until(lambda: soak.step() > step + 1)
+    return "went on"
+
+
 def killed(soak: Soak) -> str:
     """The run is killed. SIGKILL to its first process."""
     soak.kill()
@@ -421,108 +384,46 @@ def killed_in_a_save(soak: Soak) -> str:
         if soak.run.process.poll() == 0:
             raise Finished
         assert time.monotonic() < deadline, soak.run.text()
-    soak.run.process.kill()
-    soak.ends()
+    soak.kill()
     return f"ended, {len(list(saves.glob('*.partial')))} unfinished save left"
 
 
-def killed_in_a_push(soak: Soak) -> str:
-    """The run is killed in the middle of a push. SIGKILL, with half of the weights in the engine."""
-    soak.order("killed_in_a_push")
-    soak.ends(-signal.SIGKILL)
-    return "ended"
+def signaled(name: str) -> Callable:
+    """The signal to the run: it saves."""
+
+    def fault(soak: Soak) -> str:
+        os.kill(soak.run.process.pid, getattr(signal, name))
+        soak.ends(75)
+        assert saved(soak.out) == soak.step()
+        return "saved, ended with 75"
+
+    return fault
 
 
-def push_raises(soak: Soak) -> str:
-    """The engine raises in the middle of a push. Half of the weights are in it."""
-    words = soak.says("its engine is restarted")
-    soak.order("push_raises")
-    soak.until(words)
-    return "was built again, went on"
-
-
-def preempted(soak: Soak, number: signal.Signals = signal.SIGTERM) -> str:
-    """SIGTERM. To the run."""
-    os.kill(soak.run.process.pid, number)
-    soak.ends(75)
-    assert saved(soak.out) == soak.step()
-    return "saved, ended with 75"
-
-
-def interrupted(soak: Soak) -> str:
-    """SIGINT. To the run."""
-    return preempted(soak, signal.SIGINT)
-
-
-def warned(soak: Soak) -> str:
-    """SIGUSR1. To the run, as Slurm sends it before a time limit."""
-    return preempted(soak, signal.SIGUSR1)
-
-
-def all_terminated(soak: Soak) -> str:
-    """SIGTERM to every process. To verifiers and wandb as well, as a batch system does."""
+def sigterm_to_all(soak: Soak) -> str:
+    """SIGTERM to verifiers and wandb as well, as a batch system does."""
     for pid in soak.processes(b""):
         os.kill(pid, signal.SIGTERM)
-    return preempted(soak)
+    return signaled("SIGTERM")(soak)
 
 
-def twice(soak: Soak) -> str:
-    """SIGTERM twice. The second one ends the run at once, unless it has saved meanwhile."""
-    os.kill(soak.run.process.pid, signal.SIGTERM)
-    time.sleep(1.3)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(soak.run.process.pid, signal.SIGTERM)
-    return f"ended with {soak.ends(75, 128 + signal.SIGTERM)}"
+def damaged(damage: Callable[[Path], object], words: str) -> Callable:
+    """The run is killed, its newest checkpoint or what lies next to it is damaged, and the same command resumes."""
+
+    def fault(soak: Soak) -> str:
+        soak.until(lambda: len(directory.saved_steps(soak.folder)) > 1)
+        soak.kill()
+        damage(directory.saved_steps(soak.folder)[-1][1])
+        return soak.resumes(words)
+
+    return fault
 
 
-def hung_up(soak: Soak) -> str:
-    """The terminal closes. SIGHUP."""
-    return preempted(soak, signal.SIGHUP)
-
-
-def flipped_bit(soak: Soak) -> str:
-    """A damaged checkpoint. A bit of one of its files is flipped."""
-    newest = soak.dead_checkpoint()
-    flip(soak.random.choice(sorted(newest.rglob("*.pt"))))
-    return soak.resumes("has changed since it was written")
-
-
-def short_file(soak: Soak) -> str:
-    """A checkpoint whose file is cut off. At a hundred bytes."""
-    newest = soak.dead_checkpoint()
-    os.truncate(soak.random.choice(sorted(newest.rglob("*.pt"))), 100)
-    return soak.resumes("has 100 bytes, not")
-
-
-def no_manifest(soak: Soak) -> str:
-    """A checkpoint without its manifest. It is removed."""
-    (soak.dead_checkpoint() / "manifest.json").unlink()
-    return soak.resumes("manifest.json is missing")
-
-
-def empty_latest(soak: Soak) -> str:
-    """An empty file latest. As a file system leaves it after a power cut."""
-    soak.dead_checkpoint()
-    (soak.folder / "checkpoints" / "latest").write_text("")
-    return soak.resumes("does not name step_")
-
-
-def torn_logs(soak: Soak) -> str:
-    """Torn lines in the logs of a run. Half a line at the end of metrics.jsonl and samples.jsonl."""
-    soak.dead_checkpoint()
+def tear_logs(checkpoint: Path) -> None:
+    """Leave half a line at the end of each log."""
     for name in ("metrics.jsonl", "samples.jsonl"):
-        with open(soak.folder / name, "a") as file:
+        with open(checkpoint.parent.parent / name, "a") as file:
             file.write('{"step": 9999, "rew')
-    return soak.resumes("resuming after step")
-
-
-def leftover_save(soak: Soak) -> str:
-    """An unfinished save in the folder. With files in it."""
-    soak.dead_checkpoint()
-    leftover = soak.folder / "checkpoints" / "step_009999.partial"
-    leftover.mkdir()
-    (leftover / "state.json").write_text('{"step": 9999')
-    return soak.resumes("the save was not finished")
 
 
 def second_run(soak: Soak) -> str:
@@ -552,79 +453,10 @@ def full_disk(soak: Soak) -> str:
     return "no checkpoint, the run went on"
 
 
-def read_only_folder(soak: Soak) -> str:
-    """A folder that cannot be written to for a while. That of the checkpoints."""
-    soak.until(soak.has_two_checkpoints)
-    words = soak.says("NO CHECKPOINT after step")
-    folder = soak.folder / "checkpoints"
-    root = os.geteuid() == 0  # who may write to what is read-only, but not to what is immutable
-    subprocess.run(["chattr", "+i", folder] if root else ["chmod", "a-w", folder], check=True)
-    try:
-        soak.until(words)
-    finally:
-        subprocess.run(["chattr", "-i", folder] if root else ["chmod", "u+w", folder], check=True)
-    return "no checkpoint, the run went on"
-
-
-def little_memory(soak: Soak) -> str:
-    """Memory runs out. The kernel gives the run no more than it has."""
-    pid = soak.run.process.pid
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), resource.RLIM_INFINITY))
-    step = soak.step()
-    deadline = time.monotonic() + 20
-    while soak.run.process.poll() is None and time.monotonic() < deadline and soak.step() < step + 3:
-        time.sleep(0.05)
-    if soak.run.process.poll() is None:
-        resource.prlimit(pid, resource.RLIMIT_AS, UNLIMITED)
-        return "went on with what it had"
-    return f"ended with {soak.ends()}"
-
-
-def stacks(soak: Soak) -> str:
-    """SIGUSR2. To the run."""
-    words = soak.says("most recent call first")
-    os.kill(soak.run.process.pid, signal.SIGUSR2)
-    soak.until(words)
-    return "printed its stacks, went on"
-
-
-def paused(soak: Soak) -> str:
-    """The run stands still for a while. SIGSTOP, and SIGCONT three seconds later."""
-    os.kill(soak.run.process.pid, signal.SIGSTOP)
-    time.sleep(3)
-    os.kill(soak.run.process.pid, signal.SIGCONT)
-    step = soak.step()
-    soak.until(lambda: soak.step() > step)
-    return "went on"
-
-
 def killed_verifier(soak: Soak) -> str:
     """A verifier is killed. SIGKILL."""
     os.kill(soak.verifier(), signal.SIGKILL)
-    step = soak.step()
-    soak.until(lambda: soak.step() > step)
-    return "went on"
-
-
-def slow_verifier(soak: Soak) -> str:
-    """A slow verifier. It stands still for two seconds."""
-    pid = soak.verifier()
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(2)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-    step = soak.step()
-    soak.until(lambda: soak.step() > step)
-    return "went on"
-
-
-def hanging_verifier(soak: Soak) -> str:
-    """A verifier that hangs. In one response, until --call_timeout has killed it."""
-    words = soak.says("killed after 10 s (--call_timeout)")
-    soak.order("verifier_hangs")
-    soak.until(words)
-    return "was killed, the sample has no reward, the run went on"
+    return goes_on(soak)
 
 
 def killed_tracking(soak: Soak) -> str:
@@ -639,116 +471,61 @@ def killed_tracking(soak: Soak) -> str:
     return "said so, went on"
 
 
-def nan_loss(soak: Soak) -> str:
-    """One loss is NaN. In a mini-batch."""
-    words = soak.says("SKIPPED 1")
-    soak.order("nan_loss")
-    soak.until(words)
-    return "the optimizer step was skipped"
+def ordered(name: str, words: str, code: int = 0) -> Callable:
+    """A hook does it (``hook``): the run says ``words`` and goes on, or ends with ``code``."""
+
+    def fault(soak: Soak) -> str:
+        says = soak.says(words)
+        soak.order(name)
+        if code:
+            soak.ends(code)
+            assert not words or says()
+            return f"ended with {code}"
+        soak.until(says)
+        return f"went on, and said: {words}"
+
+    return fault
 
 
-def engine_raises(soak: Soak) -> str:
-    """The engine raises. In its thread."""
-    words = soak.says("its engine is restarted")
-    soak.order("engine_raises")
-    soak.until(words)
-    return "was built again, went on"
+def tool_fails(how: str) -> Callable:
+    """The model is told that its tool failed, in one turn of one episode."""
+
+    def fault(soak: Soak) -> str:
+        file = soak.folder / "metrics.jsonl"
+        step = soak.step()
+        soak.order(how)
+        soak.until(lambda: any(row["env/failures"] > 0 for row in run_files.records(file) if row["step"] > step))
+        return "the model was told, the run went on"
+
+    return fault
 
 
-def engine_dies(soak: Soak) -> str:
-    """The engine dies. Its thread exits."""
-    words = soak.says("its engine is restarted")
-    soak.order("engine_dies")
-    soak.until(words)
-    return "was built again, went on"
+AGAIN = "its engine is restarted"
+ORDERS = {  # what a run says of a hook, and the code that it ends with, if it does
+    "engine_raises": (AGAIN,),
+    "engine_dies": (AGAIN,),
+    "engine_hangs": (AGAIN,),
+    "nan_loss": ("SKIPPED 1",),
+    "verifier_hangs": ("killed after 10 s (--call_timeout)",),
+    "stall": ("no progress on any rank for", 1),
+}
+ANYWHERE = [killed, killed_in_a_save, sigterm_to_all, second_run, full_disk, killed_verifier, killed_tracking]
+FAULTS = {fault.__name__: fault for fault in ANYWHERE}
+FAULTS |= {name: signaled(name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")}
+FAULTS |= {kind: damaged(damage, words) for kind, (damage, words, _) in DAMAGE.items()}
+FAULTS |= {"torn lines in the logs": damaged(tear_logs, "resuming after step")}
+FAULTS |= {name: ordered(name, *answer) for name, answer in ORDERS.items()}
+PUSHES = {"push_raises": (AGAIN,), "killed_in_a_push": ("", -signal.SIGKILL)}  # with half of the weights in the engine
 
 
-def engine_hangs(soak: Soak) -> str:
-    """The engine hangs. For longer than --timeout."""
-    words = soak.says("its engine is restarted")
-    soak.order("engine_hangs")
-    soak.until(words)
-    return "was built again, went on"
-
-
-def sampler_nan(soak: Soak) -> str:
-    """Log-probs of the sampler are NaN. All of one prompt."""
-    soak.order("sampler_nan")
-    code = soak.ends(1)
-    assert "log-probs are not finite" in soak.run.text()
-    return f"ended with {code}"
-
-
-def stalled(soak: Soak) -> str:
-    """The main thread hangs. For longer than --timeout."""
-    soak.order("stall")
-    code = soak.ends(1)
-    assert "no progress on any rank for" in soak.run.text()
-    return f"ended with {code}"
-
-
-def tool_fails(soak: Soak, how: str = "tool_raises") -> str:
-    """A tool raises. In one turn of one episode."""
-    file = soak.folder / "metrics.jsonl"
-    step = soak.step()
-    soak.order(how)
-    soak.until(lambda: any(row["env/failures"] > 0 for row in jsonl.records(file) if row["step"] > step))
-    return "the model was told, the run went on"
-
-
-def tool_hangs(soak: Soak) -> str:
-    """A tool hangs. In one turn of one episode, until --call_timeout has killed it."""
-    return tool_fails(soak, "tool_hangs")
-
-
-def tool_dies(soak: Soak) -> str:
-    """The process of a tool is killed. SIGKILL, in one turn of one episode."""
-    return tool_fails(soak, "tool_dies")
-
-
-def clock_forward(soak: Soak, seconds: float = HOURS) -> str:
-    """The clock jumps forward. By five hours, and stays there."""
-    soak.clock.write_text(str(int(soak.clock.read_text()) + int(seconds)))
-    step = soak.step()
-    soak.until(lambda: soak.step() > step + 1)
-    return "went on"
-
-
-def clock_back(soak: Soak) -> str:
-    """The clock jumps back. By five hours, and stays there."""
-    return clock_forward(soak, -HOURS)
-
-
-ANY = [
-    killed,
-    killed_in_a_save,
-    preempted,
-    interrupted,
-    warned,
-    all_terminated,
-    twice,
-    hung_up,
-    flipped_bit,
-    short_file,
-]
-ANY += [no_manifest, empty_latest, torn_logs, leftover_save, second_run, full_disk, read_only_folder, little_memory]
-ANY += [stacks, paused, killed_verifier, slow_verifier, hanging_verifier, killed_tracking, nan_loss, engine_raises]
-ANY += [engine_dies, engine_hangs, sampler_nan, stalled]
-CLOCKS = [clock_forward, clock_back]
-
-
-def possible(args: argparse.Namespace) -> list[Callable]:
-    """The faults that can happen on this machine to such a run."""
-    faults = list(ANY)
+def possible(args: argparse.Namespace) -> dict[str, Callable]:
+    """The faults that can happen to such a run."""
+    faults = dict(FAULTS)
     if args.rollout == "vllm":
-        faults += [killed_in_a_push, push_raises]
+        faults |= {name: ordered(name, *answer) for name, answer in PUSHES.items()}
     if args.environment:
-        faults += [tool_fails, tool_hangs, tool_dies]
-    if "CLOCK_FILE" in os.environ:
-        faults += CLOCKS
-    if os.geteuid() == 0 and shutil.which("chattr") is None:
-        faults.remove(read_only_folder)
-    return [fault for fault in faults if not args.only or fault.__name__ in args.only]
+        faults |= {how: tool_fails(how) for how in ("tool_raises", "tool_hangs", "tool_dies")}
+    return {name: fault for name, fault in faults.items() if not args.only or name in args.only}
 
 
 def soak(place: Path, args: argparse.Namespace) -> None:
@@ -777,15 +554,6 @@ def soak(place: Path, args: argparse.Namespace) -> None:
     )
 
 
-def with_a_clock(place: Path) -> None:
-    """Start this program again with a clock that can be moved, where there is a compiler."""
-    if moved_clock.COMPILER is None or "CLOCK_FILE" in os.environ:
-        return
-    (place / "clock").write_text("0")
-    os.environ |= {"LD_PRELOAD": str(moved_clock.build(place)), "CLOCK_FILE": str(place / "clock")}
-    os.execv(sys.executable, [sys.executable, *sys.argv, "--out", str(place)])
-
-
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -797,12 +565,11 @@ def main() -> None:
     parser.add_argument("--async_steps", type=int, default=1)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--environment", action="store_true", help="of several turns, and faults of its own")
-    parser.add_argument("--only", nargs="*", default=[], help="names of functions in this file")
+    parser.add_argument("--only", nargs="*", default=[], help="their names")
     parser.add_argument("--out", type=Path, default=None, help="where to leave runs and logs")
     args = parser.parse_args()
     place = args.out or Path(tempfile.mkdtemp(prefix="soak-"))
     place.mkdir(parents=True, exist_ok=True)
-    with_a_clock(place)
     print(f"logs of every start in {place}", flush=True)
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)}
     torch.set_num_threads(1)  # bit for bit

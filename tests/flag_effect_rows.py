@@ -10,7 +10,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from broken_scripts import Breakage
 from helpers import TINY_RUN
 
 # Both runs of a row have these. FILES stands for the folder of models and data that flag_effects.py makes, RUN for
@@ -176,8 +175,7 @@ EVIDENCE: dict[str, Row] = {
     # ---- KL
     "beta": row(0.1, "kl/k1", "loss/kl", "weights", learning_rate=1e-2),
     "kl_placement": row("reward", "token advantages", "loss/kl", **KL),
-    "kl_estimator": row("k1", "loss/kl", **KL),
-    "kl_gradient": row("naive", "weights", **KL),
+    "kl_estimator": row("k1", "loss/kl", "weights", **KL),
     "kl_reward_coef": row(0.5, "token advantages", "kl/reward_coef", **KL, kl_placement="both"),
     "kl_reward_estimator": row("k2", "token advantages", "kl/reward", **KL, kl_placement="both"),
     "kl_target": row((1e-4, 100.0), "kl/coef", **KL),
@@ -215,33 +213,3 @@ def default_of(cls: type, flag: str) -> Any:
         if f.name == flag:
             return f.default if f.default is not dataclasses.MISSING else f.default_factory()
     raise KeyError(flag)
-
-
-# ------------------------------------------------------------------------------------------------------ flags to unhook
-
-
-def unhook(flag: str, file: str, text: str, other: str, *scripts: str) -> Breakage:
-    """The edit that takes a flag out of the project: a breakage of tests/broken_scripts.py, named after the flag."""
-    return Breakage(flag, ((file, text, other),), scripts or ("grpo.py",))
-
-
-# Of every kind: after its edit a flag is parsed, checked and written to config.json as before, and does nothing.
-UNHOOKED = (
-    unhook("clip_higher", "{script}", "1 + args.clip_higher)", "1 + 0.2)"),  # loss
-    unhook("ref_policy_update", "utils.py", "if args.ref_policy_update is None:", "if True:"),  # KL
-    unhook("gae_lambda", "{script}", "args.gamma, args.gae_lambda)", "args.gamma, 1.0)", "ppo.py"),  # critic
-    unhook("adam_betas", "utils.py", "betas=args.adam_betas", "betas=(0.9, 0.95)"),  # optimizer
-    unhook("reward_bias", "rewards.py", "- args.reward_bias)", "- 0.0)"),  # rewards
-    unhook(
-        "eval_temperature", "runtime/data/prompt_order.py", '"temperature": args.eval_temperature', '"temperature": 1.0'
-    ),
-    unhook("prompt_key", "runtime/data/problem_set.py", "args.prompt_key or prompt", "prompt"),  # data
-    unhook("keep_checkpoints", "runtime/run/checkpoints.py", "saved[: -self.args.keep_checkpoints]", "saved[:-2]"),
-    unhook(
-        "vllm_args", "runtime/engine/vllm_settings.py", "usual | args.engine_args | numbers", "usual | numbers"
-    ),  # engine
-    unhook("log_samples", "runtime/run/logger.py", "[: self.args.log_samples]", "[:4]"),  # log
-    unhook("track", "runtime/run/logger.py", "dict.fromkeys(args.track)", "()"),  # tracking
-    unhook("gradient_checkpointing", "utils.py", "    if args.gradient_checkpointing:\n", "    if False:\n"),  # memory
-)
-UNHOOKED_CASES = [(breakage, script) for breakage in UNHOOKED for script in breakage.scripts]

@@ -2,7 +2,6 @@
 
     python tests/flag_effects.py                      every flag of both scripts; exit code 1 where one is dead
     python tests/flag_effects.py --only gamma beta    these flags
-    python tests/flag_effects.py --unhooked           unhook flags in copies of the project: each must be found dead
 
 A row is two runs of a script on a tiny random model, equal but for the flag. Each is a child forked from this process,
 which has imported the libraries once. The child wraps what it observes around the real thing, and runs the real script
@@ -21,7 +20,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +33,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import broken_scripts
 import flag_effect_rows
 from flag_effect_rows import BASE, EVIDENCE, Row
 from helpers import read_jsonl
@@ -705,42 +702,6 @@ def every_flag() -> list[str]:
     return list(dict.fromkeys(flag for script in SCRIPTS for flag in flags_of(script)))
 
 
-# ------------------------------------------------------------------------------------------------------- flags unhooked
-
-
-def unhooked(breakage: broken_scripts.Breakage, file: str) -> tuple[bool, str]:
-    """Copy the project, unhook a flag in the copy, and examine it there: (whether it was found dead, the words)."""
-    changed = broken_scripts.edited(broken_scripts.project_files(ROOT), breakage, file)
-    script = file.removesuffix(".py")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for path in ROOT.glob("*.py"):
-            shutil.copy(path, folder)
-        for part in ("graders", "runtime", "tests"):
-            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for path, text in changed.items():
-            (folder / path).write_text(text)
-        line = [sys.executable, "tests/flag_effects.py", "--script", script, "--only", breakage.what]
-        done = subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=900)
-    text = done.stdout + done.stderr
-    lines = [found for found in text.splitlines() if found.startswith(f"{script} --{breakage.what}: ")]
-    dead = done.returncode == 1 and len(lines) == 1 and ": DEAD, " in lines[0]
-    return dead, lines[0] if lines else text[-2000:]
-
-
-def unhook_all(only: list[str]) -> int:
-    """Every case, or those of some flags, a line each; exit code 1 where one was not noticed."""
-    missed = 0
-    for breakage, file in flag_effect_rows.UNHOOKED_CASES:
-        if only and breakage.what not in only:
-            continue
-        dead, text = unhooked(breakage, file)
-        missed += not dead
-        print(f"{'caught' if dead else 'MISSED'}  {text}", flush=True)
-    print(f"{missed} missed")
-    return int(missed > 0)
-
-
 # -------------------------------------------------------------------------------------------------------------- program
 
 
@@ -781,10 +742,7 @@ def main() -> int:
     parser.add_argument("--script", choices=SCRIPTS, help="this script only (default: both)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--unhooked", action="store_true", help="unhook flags in copies: each must be found dead")
     args = parser.parse_args()
-    if args.unhooked:
-        return unhook_all(args.only)
     scripts = (args.script,) if args.script else SCRIPTS
     with tempfile.TemporaryDirectory(prefix="alive-") as name:
         folder = Path(name)

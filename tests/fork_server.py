@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,10 +26,10 @@ NEW = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "M
 
 
 class Server:
-    """The process that has imported the libraries, with vLLM or without."""
+    """The process that has imported the libraries: with vLLM, without it ("plain"), or reasoning-gym alone ("rows")."""
 
-    def __init__(self, vllm: bool, environment: dict[str, str]):
-        line = [sys.executable, str(Path(__file__).resolve()), *["vllm"] * vllm]
+    def __init__(self, kind: str, environment: dict[str, str]):
+        line = [sys.executable, str(Path(__file__).resolve()), kind]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(line, env=environment, start_new_session=True, **pipes)
         assert self.process.stdout.readline() == "ready\n", "the libraries cannot be imported: stderr has the reason"
@@ -43,7 +44,7 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
 
-SERVERS: dict[bool, Server] = {}  # of this process of pytest; each ends with its standard input, and so with it
+SERVERS: dict[str, Server] = {}  # of this process of pytest; each ends with its standard input, and so with it
 
 
 def run(
@@ -61,50 +62,41 @@ def run(
     Raises AssertionError after the time-out. What rank R prints is in LOG.R. ``vllm``: whether the process has it.
     """
     known = {name: value for name, value in environment.items() if name not in (*NEW, "PYTEST_CURRENT_TEST")}
-    if vllm not in SERVERS:
-        SERVERS[vllm] = Server(vllm, known)
+    kind = "vllm" if vllm else "plain"
+    if kind not in SERVERS:
+        SERVERS[kind] = Server(kind, known)
     order = {"line": line, "ranks": ranks, "log": str(log), "cwd": str(cwd), "environment": known}
-    codes = SERVERS[vllm].run(order, timeout)
+    codes = SERVERS[kind].run(order, timeout)
     return codes, "".join(Path(f"{log}.{rank}").read_text() for rank in range(ranks))
-
-
-ROWS: list[subprocess.Popen] = []  # the process that has imported reasoning-gym, once there is one
 
 
 def printed_rows(name: str, options: str) -> str:
     """Return the output of ``python -m graders.reasoning_gym_tasks NAME OPTIONS``."""
-    if not ROWS:
-        line = [sys.executable, str(Path(__file__).resolve()), "rows"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        environment = os.environ | {"PYTHONHASHSEED": "0"}
-        ROWS.append(subprocess.Popen(line, env=environment, start_new_session=True, **pipes))
+    if "rows" not in SERVERS:
+        SERVERS["rows"] = Server("rows", os.environ | {"PYTHONHASHSEED": "0"})
     with tempfile.NamedTemporaryFile("r") as file:
-        ROWS[0].stdin.write(json.dumps([file.name, name, options]) + "\n")
-        ROWS[0].stdin.flush()
-        assert ROWS[0].stdout.readline() == "0\n", f"no rows of {name} with {options}: stderr has the reason"
+        codes = SERVERS["rows"].run({"file": file.name, "words": [name, options], "ranks": 1}, 600)
+        assert codes == [0], f"no rows of {name} with {options}: stderr has the reason"
         return file.read()
 
 
-def serve_rows() -> None:
-    """Answer each line of standard input with the exit code of a fork that has written its rows to a file."""
+def import_reasoning_gym() -> None:
     sys.path.insert(0, str(ROOT))
     from graders import reasoning_gym_tasks
 
     reasoning_gym_tasks.gym_dataset("chain_sum", "{}")
     reasoning_gym_tasks.gym_dataset.cache_clear()
     gc.freeze()
-    for line in sys.stdin:
-        file, *sys.argv[1:] = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                with open(file, "w") as out, contextlib.redirect_stdout(out):
-                    reasoning_gym_tasks.main()
-                code = 0
-            finally:
-                os._exit(code)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def write_rows(order: dict, *_) -> int:
+    """In a fork: write the rows of a data set to a file."""
+    from graders import reasoning_gym_tasks
+
+    sys.argv[1:] = order["words"]
+    with open(order["file"], "w") as out, contextlib.redirect_stdout(out):
+        reasoning_gym_tasks.main()
+    return 0
 
 
 def import_libraries(vllm: bool) -> None:
@@ -155,7 +147,8 @@ def be_rank(order: dict, rank: int, port: int) -> int:
     return 0
 
 
-def serve() -> None:
+def serve(work: Callable[[dict, int, int], int]) -> None:
+    """Answer each line of standard input with the exit codes of forks that have done the work, one for each rank."""
     for line in sys.stdin:
         order = json.loads(line)
         with socket.socket() as free:
@@ -167,7 +160,7 @@ def serve() -> None:
             if pid == 0:
                 code = 1
                 try:
-                    code = be_rank(order, rank, port)
+                    code = work(order, rank, port)
                     with contextlib.suppress(ValueError, OSError):
                         sys.stdout.flush()
                         sys.stderr.flush()
@@ -178,9 +171,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    if "rows" in sys.argv:
-        serve_rows()
-        sys.exit()
-    import_libraries("vllm" in sys.argv)
+    rows = "rows" in sys.argv
+    import_reasoning_gym() if rows else import_libraries("vllm" in sys.argv)
     print("ready", flush=True)
-    serve()
+    serve(write_rows if rows else be_rank)

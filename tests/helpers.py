@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -127,15 +128,15 @@ def token_loss(module, beta: float, args, **given):
     return module.token_loss(kl_estimators.make_tokens(module, **given), beta, args)
 
 
-def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive", full_kl=None):
+def kl_loss(logprobs, old, ref, mask, *, estimator: str, full_kl=None):
     """The KL in the loss of grpo.py per token, 0 where ``mask`` is False."""
     import torch
 
     import grpo
     import kl_estimators
 
-    given = {"estimator": estimator, "gradient": gradient, "full_kl": full_kl}
-    return torch.where(mask, kl_estimators.loss_term(grpo, logprobs, old, ref, **given), 0.0)
+    term = kl_estimators.loss_term(grpo, logprobs, old, ref, estimator=estimator, full_kl=full_kl)
+    return torch.where(mask, term, 0.0)
 
 
 def write_variant(name: str, folder: Path) -> Path:
@@ -353,6 +354,15 @@ def go_back(folder: Path, step: int) -> None:
     process.write_whole(folder / "checkpoints" / "latest", f"step_{step:06d}\n")
 
 
+def change_config(folder: Path, code: str | None = None, **args) -> Path:
+    """Give the config.json of a run other arguments, and grpo.py another digest; the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    config["args"] |= args
+    config["code"]["grpo.py"] = code or config["code"]["grpo.py"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def flip(path: Path) -> None:
     """Flip one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
@@ -364,12 +374,35 @@ def engine_file(checkpoint: Path) -> Path:
     return next((checkpoint / "policy").glob("*optim_states.pt"))
 
 
-def refusal(args, capsys, world_size: int = 1) -> str:
-    """The message with which opening the folder of a run ends."""
+def rewrite(path: Path, change: Callable[[str], str]) -> None:
+    path.write_text(change(path.read_text()))
+
+
+# Kind -> (what is done to the newest checkpoint, what a resume says of it, whether the one before is taken).
+DAMAGE = {
+    "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written", True),
+    "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not", True),
+    "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing", True),
+    "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing", True),
+    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read", True),
+    "a changed state": (lambda c: rewrite(c / "state.json", "{} ".format), "state.json has changed", True),
+    "an unfinished save": (lambda c: c.rename(c.with_name(c.name + ".partial")), "the save was not finished", True),
+    "an empty latest": (lambda c: rewrite(c.parent / "latest", lambda _: ""), "does not name step_", False),
+    "no latest": (lambda c: (c.parent / "latest").unlink(), "does not name step_", False),
+}
+
+
+def rejected(capsys, call, *rest, **named) -> str:
+    """The message with which a call ends the program with exit code 2."""
     with pytest.raises(SystemExit) as end:
-        directory.open_run(args, importlib.import_module("grpo").Args(), world_size)
+        call(*rest, **named)
     assert end.value.code == 2
     return capsys.readouterr().err
+
+
+def refusal(args, capsys, world_size: int = 1) -> str:
+    """The message with which opening the folder of a run ends."""
+    return rejected(capsys, directory.open_run, args, importlib.import_module("grpo").Args(), world_size)
 
 
 # --------------------------------------------------------------------------------------- runs in processes of their own
@@ -472,6 +505,14 @@ def heed_interrupts() -> None:
     """Do not ignore SIGINT, as a shell's background job does: what is started would ignore it, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def until(condition, timeout: float = 60) -> None:
+    """Wait until a condition holds; fail where it does not in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 class Run:
@@ -579,6 +620,28 @@ def alone(check, *arguments) -> None:
     assert child.exitcode == 0, "the traceback of the check is in stderr"
 
 
+def answer(outbox) -> tuple:
+    """The next message of an engine's thread. Raises its error."""
+    message = outbox.get(timeout=180)
+    if message[0] == "error":
+        raise message[1]
+    return message
+
+
+def start_engine(script, args, stop_ids: list[int]) -> tuple:
+    """(inbox, outbox, thread) of an engine in fp32 that is ready, as main starts it."""
+    import torch
+
+    from runtime.system import watchdog
+
+    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
+    given = (args, torch.float32, 0, 1, stop_ids, inbox, outbox)
+    thread = threading.Thread(target=script.vllm_thread, args=given, daemon=True)
+    thread.start()
+    assert answer(outbox) == ("ready",)
+    return inbox, outbox, thread
+
+
 def end_engine(inbox, thread: threading.Thread) -> None:
     """End an engine's thread, and the process group that vLLM made or found: later runs of this process make their own.
 
@@ -617,30 +680,6 @@ def messages(text: str) -> list[str]:
             kept.append(line)
     return kept
 
-
-# A run that stands still after its second step, and from then on may for 12 seconds: its start depends on the machine.
-STALLS = """
-from runtime.system import process, watchdog
-from runtime.run import logger
-process.prepare_environment()
-import sys, time
-import tyro
-import grpo
-import utils
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain = logger.RunLog.step
-
-    def stuck(self, metrics, *rest):
-        plain(self, metrics, *rest)
-        if metrics["step"] == 2 and self.is_main:
-            watchdog.Watch.current.limit = 12
-            time.sleep(3600)
-
-    logger.RunLog.step = stuck
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
 
 # A run whose vLLM raises once, in the middle of a step.
 RAISES = """

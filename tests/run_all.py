@@ -7,9 +7,8 @@
 Each file is a process of pytest, each test a line of runs/all_tests/FILE.KEY.jsonl when it begins and one when it has
 ended. KEY is of all that the file's tests may read: the project without documents and other test modules. The same
 command continues where the last one was stopped, and repeats nothing whose key is the same. A test that ends its
-process has failed, and so has one that leaves no line for --limit seconds. What either leaves behind is killed, and a
-new process does the rest of the file. The longest files come first, by the last column of the last result: CPU seconds,
-with those of the processes that a test waited for.
+process, as pytest's time limit does it, has failed. What it leaves behind is killed, and a new process does the rest of
+the file. The longest files come first, by the last column of the last result.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ RESULT = ROOT / "runs" / "all_tests" / "result.md"
 SET_PDEATHSIG, SET_CHILD_SUBREAPER = 1, 36  # of prctl(2): children end with this process; it inherits orphans
 LIBC = ctypes.CDLL(None)
 REPORTS = defaultdict(list)  # of each test: set-up, call, clean-up
-BEGUN = {}  # test -> CPU seconds until then
 
 
 def merged(records: Path) -> dict[str, dict]:
@@ -51,15 +49,6 @@ def merged(records: Path) -> dict[str, dict]:
         found = json.loads(line)
         tests[found["test"]] = tests.get(found["test"], {}) | found
     return tests
-
-
-def cpu_seconds() -> float:
-    """Of this process, of those that run below it, and of all that any of these has waited for."""
-    total = sum(os.times()[:4])
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            total += sum(child.cpu_times()[:4])
-    return total
 
 
 def write(records: str | Path, **line) -> None:
@@ -75,7 +64,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_protocol(item):
     kind = next((kind for kind in KINDS if item.get_closest_marker(kind)), "fast")
-    BEGUN[item.nodeid] = cpu_seconds()
     write(os.environ["TEST_RECORDS"], test=item.nodeid, kind=kind)
 
 
@@ -84,12 +72,9 @@ def pytest_runtest_logreport(report):
     if report.when == "teardown":
         found = {each.outcome for each in REPORTS[report.nodeid]}
         outcome = next(word for word in ("failed", "skipped", "passed") if word in found)
-        numbers = {
-            "seconds": round(sum(each.duration for each in REPORTS[report.nodeid]), 2),
-            "cpu": round(max(0.0, cpu_seconds() - BEGUN[report.nodeid]), 2),
-        }
+        seconds = round(sum(each.duration for each in REPORTS[report.nodeid]), 2)
         why = "\n".join(each.longreprtext for each in REPORTS[report.nodeid])
-        write(os.environ["TEST_RECORDS"], test=report.nodeid, outcome=outcome, **numbers, why=why)
+        write(os.environ["TEST_RECORDS"], test=report.nodeid, outcome=outcome, seconds=seconds, why=why)
 
 
 # A process for each file: it inherits what the file's tests leave behind.
@@ -102,35 +87,33 @@ def kill_children() -> None:
         os.waitpid(-1, 0)
 
 
-def run_file(file: str, marks: str, records: Path, limit: float) -> int:
-    """One process of pytest for the tests of a file that have not ended; its exit code, or minus the signal."""
+def run_file(file: str, marks: str, records: Path) -> int:
+    """Run the tests of a file that have not ended in one process of pytest; its exit code, or minus the signal."""
     line = [sys.executable, "-m", "pytest", "-q", "-p", "run_all", "-m", marks, file]
     environment = os.environ | {"TEST_RECORDS": str(records), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     records.touch()
     child = subprocess.Popen(line, cwd=ROOT, env=environment, preexec_fn=lambda: LIBC.prctl(SET_PDEATHSIG, 9))
     try:
-        while child.returncode is None:
-            ended, status = os.waitpid(-1, os.WNOHANG)
-            if ended == child.pid:  # others are orphans of a test
-                child.returncode = os.waitstatus_to_exitcode(status)
-            elif time.time() - records.stat().st_mtime > limit:
-                os.kill(child.pid, signal.SIGKILL)
-            time.sleep(0 if ended else 0.1)
+        while (ended := os.waitpid(-1, 0))[0] != child.pid:  # others are orphans of a test
+            pass
+        child.returncode = os.waitstatus_to_exitcode(ended[1])
     finally:
         kill_children()
     return child.returncode
 
 
-def finish_file(file: str, marks: str, records: Path, limit: float) -> None:
+def finish_file(file: str, marks: str, records: Path) -> None:
     """All tests of a file, in as many processes as it takes: the test in which one ends has failed."""
     LIBC.prctl(SET_CHILD_SUBREAPER, 1)
-    while (code := run_file(file, marks, records, limit)) not in (0, 1, 5):  # passed, failed, nothing left
-        tests = merged(records).items()
-        begun = [name for name, found in tests if name.startswith(f"{file}::") and "outcome" not in found]
-        write(records, test=[file, *begun][-1], outcome="failed", seconds=0, cpu=0, why=f"pytest ended with {code}")
-        if not begun:  # the file cannot be collected
-            return
-    write(records, test=f"-m {marks}")  # all of them have ended
+    begun = [file]
+    while begun:
+        code = run_file(file, marks, records)
+        begun = [name for name, found in merged(records).items() if "outcome" not in found]
+        for name in begun:
+            write(records, test=name, outcome="failed", seconds=0, why="the process of pytest has ended")
+    if code not in (0, 1, 5):  # passed, failed, nothing left: the file cannot be collected
+        write(records, test=file, outcome="failed", seconds=0, why=f"pytest ended with {code}")
+    write(records, test=f"-m {marks}", outcome="ended")
 
 
 # All files.
@@ -150,7 +133,7 @@ def record_paths(files: list[str]) -> dict[str, Path]:
 
 def run_all(files: list[str], args: argparse.Namespace) -> None:
     """Each file in a process of this program, ``args.jobs`` of them at the same time."""
-    line = [sys.executable, __file__, "-m", args.marks, "--limit", str(args.limit), "--jobs", "1"]
+    line = [sys.executable, __file__, "-m", args.marks, "--jobs", "1"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     waiting, running = list(files), {}
     try:
@@ -177,7 +160,7 @@ def page(tests: list[dict]) -> str:
     machine = re.findall(r"model name\s*: (.*)", cpu)[:1] + ["with AMX"] * ("amx_tile" in cpu)
     date = time.strftime("%-d %B %Y")
     lines = [f"Commit `{commit}`{edited}, {date}, {' '.join(machine)}, {os.cpu_count()} cores:", ""]
-    lines += ["| tests | passed | failed | skipped | seconds | CPU |", "|---|---|---|---|---|---|"]
+    lines += ["| tests | passed | failed | skipped | seconds |", "|---|---|---|---|---|"]
     for kind in KINDS:
         lines.append(counts(kind, [found for found in tests if found.get("kind", "fast") == kind]))
     failed = [f"* `{found['test']}`" for found in tests if found["outcome"] == "failed"]
@@ -188,15 +171,15 @@ def page(tests: list[dict]) -> str:
     long = sorted(files, key=lambda file: -sum(found["seconds"] for found in files[file]))
     long = [file for file in long if any(found.get("kind", "fast") in ("slow", "learn") for found in files[file])]
     lines += ["", "Files with slow or learning tests:", ""]
-    lines += ["| file | passed | failed | skipped | seconds | CPU |", "|---|---|---|---|---|---|"]
+    lines += ["| file | passed | failed | skipped | seconds |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *[counts(f"`{file}`", files[file]) for file in long], ""])
 
 
 def counts(name: str, tests: list[dict]) -> str:
-    """A row of a table: how many of these tests had each outcome, their seconds and CPU seconds."""
+    """A row of a table: how many of these tests had each outcome, and their seconds."""
     found = Counter(found["outcome"] for found in tests)
-    seconds, cpu = (round(sum(found[name] for found in tests)) for name in ("seconds", "cpu"))
-    return f"| {name} | {' | '.join(str(found[outcome]) for outcome in OUTCOMES)} | {seconds} | {cpu} |"
+    seconds = round(sum(found["seconds"] for found in tests))
+    return f"| {name} | {' | '.join(str(found[outcome]) for outcome in OUTCOMES)} | {seconds} |"
 
 
 def main() -> int:
@@ -204,19 +187,18 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="test files (default: all, and write the result)")
     parser.add_argument("-m", dest="marks", default="not gpu", help="which tests, as of pytest (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="files at the same time (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds a test may take (default: %(default)s)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     files = args.files or sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py"))
     records = record_paths(files)
     if len(args.files) == 1:
-        finish_file(files[0], args.marks, records[files[0]], args.limit)
+        finish_file(files[0], args.marks, records[files[0]])
     else:
         last = RESULT.read_text() if RESULT.exists() else ""
         before = dict(re.findall(r"^\| `(tests/\S+)` .* (\d+) \|$", last, re.MULTILINE))
         files.sort(key=lambda file: -int(before.get(file, 0)))
         run_all([file for file in files if f"-m {args.marks}" not in merged(records[file])], args)
-    tests = [found for path in records.values() for found in merged(path).values() if "outcome" in found]
+    tests = [found for path in records.values() for found in merged(path).values() if found.get("outcome") in OUTCOMES]
     print(page(tests))
     if not args.files:
         process.write_whole(RESULT, page(tests))

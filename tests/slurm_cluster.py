@@ -140,10 +140,3 @@ class Slurm:
                 self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.5)
         return now
-
-
-def until(condition, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import submit
 import yaml
 from helpers import ROOT
@@ -15,6 +16,16 @@ from helpers import ROOT
 SUBMIT = [sys.executable, str(ROOT / "scripts" / "submit.py")]
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
 COMMAND = ["python", "grpo.py", "--beta", "0.03", "--system_prompt", 'It\'s <answer>$5</answer>, "not" {a: 1}\n']
+
+
+def refused(capsys, *words: str) -> str:
+    """What submit.py says about words that it rejects with exit code 2; nothing else is printed."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        submit.main([*words])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == ""
+    return said.err
 
 
 def job_of(backend: str, flags: str, *commands: list[str]):

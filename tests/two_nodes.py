@@ -1,4 +1,4 @@
-"""Two nodes on this machine: network namespaces joined by a veth pair, or by a wire that delays and drops packets.
+"""Two nodes on this machine: network namespaces joined by a veth pair.
 
 One node alone is a namespace for servers, which listen there and not on the addresses of this machine.
 """
@@ -9,7 +9,6 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,38 +17,6 @@ from helpers import LONG, Run, alive, command, logged
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = "29517"  # of the launcher on node 0; a namespace has all ports to itself
 NUMBERS = itertools.count()  # for the names of namespaces
-
-# The far ends of two tun devices: passes IP packets from one to the other, late, and some not at all.
-WIRE = """
-import contextlib, ctypes, fcntl, heapq, os, random, select, struct, sys, time
-
-names, delay, loss = sys.argv[1:3], float(sys.argv[3]), float(sys.argv[4])
-ends = []
-for name in names:
-    with open(f"/run/netns/{name}") as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
-    end = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(end, 0x400454CA, struct.pack("16sH", b"cable", 0x0001 | 0x1000))  # TUNSETIFF: IFF_TUN | IFF_NO_PI
-    ends.append(end)
-print("the wire is there", flush=True)
-chance = random.Random(0)
-late, number = [], 0
-while True:
-    wait = max(0.0, late[0][0] - time.monotonic()) if late else 1.0
-    for end in select.select(ends, [], [], wait)[0]:
-        try:
-            packet = os.read(end, 65536)
-        except OSError:  # the device is not up
-            time.sleep(0.05)
-            continue
-        if chance.random() >= loss:
-            number += 1
-            heapq.heappush(late, (time.monotonic() + delay, number, ends[1 - ends.index(end)], packet))
-    while late and late[0][0] <= time.monotonic():
-        with contextlib.suppress(OSError):
-            os.write(late[0][2], late[0][3])
-        heapq.heappop(late)
-"""
 
 
 def reason_for_none() -> str:
@@ -67,27 +34,17 @@ def reason_for_none() -> str:
 
 
 class Nodes:
-    """A context with two nodes, or one; afterwards no namespace and none of their processes is left.
+    """A context with two nodes, or one; afterwards no namespace and none of their processes is left."""
 
-    delay, loss: seconds and fraction of packets; with either the link is a wire of our own, since few kernels of
-    containers have netem.
-    """
-
-    def __init__(self, delay: float = 0.0, loss: float = 0.0, count: int = 2):
+    def __init__(self, count: int = 2):
         number = next(NUMBERS)
         self.names = [f"rlvr{os.getpid()}n{number}{side}" for side in "ab"[:count]]
-        self.delay, self.loss = delay, loss
-        self.wire: subprocess.Popen | None = None
 
     def __enter__(self) -> Nodes:
         try:
             for name in self.names:
                 ip("netns", "add", name)
-            if self.delay or self.loss:
-                words = [*self.names, str(self.delay), str(self.loss)]
-                self.wire = subprocess.Popen([sys.executable, "-c", WIRE, *words], stdout=subprocess.PIPE, text=True)
-                assert self.wire.stdout.readline() == "the wire is there\n"
-            elif len(self.names) == 2:
+            if len(self.names) == 2:
                 a, b = self.names
                 ip("link", "add", "cable", "netns", a, "type", "veth", "peer", "name", "cable", "netns", b)
             device = "cable" if len(self.names) == 2 else "lo"
@@ -107,9 +64,6 @@ class Nodes:
                 if alive(pid):
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        if self.wire is not None:
-            self.wire.kill()
-            self.wire.wait()
 
     def cut(self) -> None:
         """Pull the cable out."""

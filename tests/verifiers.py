@@ -72,13 +72,13 @@ def dies(response, truth, row):
     os._exit(3)
 
 
-def not_a_reward(response, truth, row):
-    return "1.0"
-
-
 def not_a_reward_of_a_response(response, truth, row):
     """A number for the truth, with which a run starts, and text for everything else."""
     return 1.0 if response == truth else "1.0"
+
+
+def not_a_reward(response, truth, row):
+    return "1.0"
 
 
 def minus_one(response, truth, row):
@@ -89,38 +89,6 @@ def minus_one(response, truth, row):
 def equal_up_to_rounding(response, truth, row):
     """0.3, as a sum in half of the responses."""
     return 0.1 + 0.2 if len(response) % 2 else 0.3
-
-
-def number(response, truth, row):
-    return 0.5
-
-
-def boolean(response, truth, row):
-    return True
-
-
-def whole(response, truth, row):
-    return 1
-
-
-def numpy_number(response, truth, row):
-    import numpy
-
-    return numpy.float32(0.25)
-
-
-def numpy_boolean(response, truth, row):
-    import numpy
-
-    return numpy.isclose(1.0, 1.0)
-
-
-def part_not_finite(response, truth, row):
-    return Reward(1.0, {"correct": float("nan")})
-
-
-def unknown_status(response, truth, row):
-    return Reward(1.0, status="great")
 
 
 @dataclasses.dataclass
@@ -162,27 +130,10 @@ def dies_late(response, truth, row):
     os._exit(3)
 
 
-def numpy_reward(response, truth, row):
-    import numpy
-
-    return Reward(numpy.float32(0.25), {"correct": numpy.float32(0)})
-
-
-def not_finite(response, truth, row):
-    return float("nan")
-
-
 def runs_the_response(response, truth, row):
     """The usual home-made reward of code; like a run, it is tried with the truth first."""
     if response != truth:
         exec(response, {"exit": sys.exit, "quit": sys.exit})
-    return 1.0
-
-
-def exits_on_a_response(response, truth, row):
-    """As one does that executes a response in which is ``exit()``; not on the truth, with which a run tries it."""
-    if response != truth:
-        sys.exit(0)
     return 1.0
 
 
@@ -225,8 +176,23 @@ class Unpicklable(str):
         raise TypeError("not to be sent")
 
 
-def unpicklable(response, truth, row):
-    return Reward(1.0, extracted=Unpicklable("7"))
+def returns(response, truth, row):
+    """What the response names."""
+    import numpy
+
+    return {
+        "number": 0.5,
+        "boolean": True,
+        "whole": 1,
+        "numpy number": numpy.float32(0.25),
+        "numpy boolean": numpy.isclose(1.0, 1.0),
+        "numpy reward": Reward(numpy.float32(0.25), {"correct": numpy.float32(0)}),
+        "text": "1.0",
+        "nan": float("nan"),
+        "part nan": Reward(1.0, {"correct": float("nan")}),
+        "status": Reward(1.0, status="great"),
+        "unpicklable": Reward(1.0, extracted=Unpicklable("7")),
+    }[response]
 
 
 def picky(response, truth, row):

@@ -10,7 +10,6 @@
 #   ESTIMATORS="k1 k3 k3+" MINI_BATCHES="1 4" scripts/sweeps/kl.sh           more of it; a + is for the loss alone
 #   SETTINGS="loss/k1 loss/k3+ reward/k1" scripts/sweeps/kl.sh               instead of placements x estimators
 # Then: python scripts/plot.py runs --x beta --y kl/sequence --by kl_estimator kl_placement --output kl.png
-#       python studies/measure_kl.py runs/*                                  the exact KL of each finished run
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 settings=()

@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from runtime.system import process
 process.prepare_environment("auto")
 
 import torch
+from forks import in_a_fork
 
 import grpo
 from runtime.training import pretrained
@@ -146,26 +146,16 @@ def engine_choices(dtype: str, model: Path) -> dict[str, object]:
 def on_a_card(card: str, toolkit: Path, model: Path, choices: Callable) -> dict[str, dict]:
     """Return all choices on one card by data type, made in a fork of this process."""
     name, size = CARDS[card]
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.environ |= {"FAKE_CUDA_CAPABILITY": card.replace(".", ""), "FAKE_CUDA_GIB": str(size)}
-            os.environ |= {"FAKE_CUDA_NAME": name, "LOCAL_RANK": "0", "CUDA_HOME": str(toolkit)}
-            forget_the_card()
-            rows = {dtype: choices(dtype, model) for dtype in DTYPES}
-            with os.fdopen(write, "w") as end:
-                json.dump([rows, sorted(sys.modules)], end)
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    os.close(write)
-    with os.fdopen(read) as end:
-        text = end.read()
-    if os.waitpid(child, 0)[1] != 0:
+    variables = {"FAKE_CUDA_CAPABILITY": card.replace(".", ""), "FAKE_CUDA_GIB": str(size), "FAKE_CUDA_NAME": name}
+
+    def made() -> list:
+        forget_the_card()
+        return [{dtype: choices(dtype, model) for dtype in DTYPES}, sorted(sys.modules)]
+
+    found = in_a_fork(made, variables | {"LOCAL_RANK": "0", "CUDA_HOME": str(toolkit)})
+    if isinstance(found, dict):
         raise SystemExit(f"error: the choices on compute capability {card} failed; the reason is above")
-    rows, modules = json.loads(text)
+    rows, modules = found
     for name in modules:  # so that the next fork need not; others of vLLM would initialize CUDA here
         if name.startswith(("transformers.", "vllm.config.")) and name not in sys.modules:
             with contextlib.suppress(Exception):

@@ -1,21 +1,17 @@
 """Build the stub libraries of the fake CUDA device from the symbol tables of the installed CUDA wheels.
 
-    .cuda/bin/python tests/fake_cuda/build.py                   build .cuda/fake/*.so
-    .cuda/bin/python tests/fake_cuda/build.py --write-golden    and record which functions the wheels import
-
-golden/imports.txt lists every function that the wheels import from the libraries replaced here. One that stubs/*.c has
-not written does nothing and reports success. A function that the list lacks ends the build with its name and the file
-that imports it. What the real library exports and nothing imports reports its name when it is called, and an error.
+The part ``stubs`` of check.py builds .cuda/fake/*.so. golden/imports.txt lists every function that the wheels import
+from the libraries replaced here. One that stubs/*.c has not written does nothing and reports success. A function that
+the list lacks ends the build with its name and the file that imports it. What the real library exports and nothing
+imports reports its name when it is called, and an error.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,16 +172,3 @@ def build(write_golden: bool = False) -> list[str]:
             os.replace(fresh / library.name, OUTPUT / library.name)
         shutil.rmtree(fresh)
     return differences
-
-
-def main() -> int:
-    """Build, and print what differs from the golden list."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write-golden", action="store_true", help="record what the installed wheels import")
-    differences = build(parser.parse_args().write_golden)
-    print("\n".join(differences) or f"built {OUTPUT}")
-    return 1 if differences else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import until
 from ray_head import ADDRESS, ENGINES, RayHead, reason_for_none
-from slurm_cluster import until
 from submitted_jobs import SUBMIT, job_of, submit
 
 pytestmark = pytest.mark.engines
@@ -79,22 +79,6 @@ def test_a_job_that_is_stopped_on_ray_saves(ray, tmp_path):
     ray.run("bash", "-c", submit.follow_up(record, "cancel"), cwd=tmp_path)
     assert ray.wait(job) == "STOPPED"
     assert (tmp_path / "saved").read_text() == "saved"
-
-
-@needs("ray")
-def test_jobs_of_one_gpu_share_a_machine_of_two(ray, tmp_path):
-    """As a sweep submits them: two run at a time, each sees one GPU, the third waits."""
-    meets = "import os, sys, time, pathlib; d = os.environ['CUDA_VISIBLE_DEVICES']; p = pathlib.Path(sys.argv[1]); "
-    meets += "(p / sys.argv[2]).write_text(d); start = time.time()\n"
-    meets += "while len(list(p.iterdir())) < 2 and time.time() < start + 60: time.sleep(0.1)"
-    (tmp_path / "meets.py").write_text(meets)
-    out = tmp_path / "out"
-    out.mkdir()
-    line = ["--gpus", "1", "--", sys.executable, "meets.py", str(out)]
-    jobs = [ray_job(ray, tmp_path, *line, name) for name in "abc"]
-    for job in jobs:
-        ray.succeed(job)
-    assert {(out / name).read_text() for name in "ab"} == {"0", "1"} and (out / "c").exists()
 
 
 def engine(program: str, *words: str, **options) -> subprocess.CompletedProcess:

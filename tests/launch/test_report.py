@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
-import io
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from statistics import fmean
@@ -20,14 +15,13 @@ from statistics import fmean
 import plot
 import pytest
 import report
-from helpers import ROOT, main_here, read_jsonl, run_here, tiny_args
+from helpers import ROOT, change_config, main_here, read_jsonl, run_here, tiny_args
 from intervals import rate_interval, wilson
 
 from runtime.run import verdict
 from runtime.run.doctor import Case, examine
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 120  # seconds for each answer of a browser, on a machine that works on other things as well
 NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"
 
 
@@ -43,6 +37,11 @@ def runs(tiny, tmp_path_factory) -> Path:
     (out / "jobs" / "x").mkdir(parents=True)
     (out / "empty").mkdir()
     return out
+
+
+def folders_of(runs: Path) -> list[Path]:
+    """The folders of runs among those of a folder."""
+    return [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()]
 
 
 def call(script, *words, ok: bool = True) -> str:
@@ -61,10 +60,7 @@ def test_mean_and_band_are_those_of_the_seeds(runs):
     groups = plot.grouped(plot.load_runs([runs], []), ["learning_rate"])
     assert list(groups) == [("0.001",), ("0.01",)] and {len(g) for g in groups.values()} == {2}
     for (rate,), members in groups.items():
-        assert {r.args["learning_rate"] for r in members} == {float(rate)} and {r.args["seed"] for r in members} == {
-            1,
-            2,
-        }
+        assert {(r.args["learning_rate"], r.args["seed"]) for r in members} == {(float(rate), 1), (float(rate), 2)}
         for key, file in (("reward/mean", "metrics.jsonl"), ("eval/pass@1", "eval.jsonl")):
             columns = zip(*([rec[key] for rec in read_jsonl(r.folder / file)] for r in members), strict=True)
             expected = [(sum(c) / 2, min(c), max(c)) for c in columns]
@@ -127,33 +123,14 @@ def test_final_values_over_an_argument(runs, tmp_path):
         assert text in comments
     assert out[1] == "| learning_rate | runs | steps | kl/sequence | eval/pass@1 |"
     for line, rate in zip(out[3:5], ("0.001", "0.01"), strict=True):
-        a, b = (r.final("kl/sequence") for r in plot.load_runs([runs], [f"learning_rate={rate}"]))
+        assert line.startswith(f"| {rate} | 2 | 3 |")
+        members = plot.load_runs([runs], [f"learning_rate={rate}"])
+        a, b = (read_jsonl(r.folder / "metrics.jsonl")[-1]["kl/sequence"] for r in members)
         shown = re.search(r"\| (\S+) ± (\S+) \|", line)
         assert [float(x) for x in shown.groups()] == pytest.approx([(a + b) / 2, 12.7062 * abs(a - b) / 2], rel=6e-3)
-
-
-def test_lines_are_the_first_argument_and_panels_the_others(runs, tmp_path):
-    """In both kinds of figure; the argument on the axis is neither."""
-    for words in (["--by", "seed", "learning_rate"], ["--x", "total_steps", "--by", "seed", "learning_rate"]):
-        call(plot, runs, *words, "--y", "reward/mean", "--output", tmp_path / "p.svg")
-        comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
-        titles = [f"reward/mean, learning_rate = {rate}" for rate in ("0.001", "0.01")]
-        assert [c for c in comments if " = " in c] == titles
-        assert comments[-3:] == ["1", "2", "seed"] or comments[-3:] == ["seed", "1", "2"], comments[-5:]
-
-
-def test_the_table_has_the_final_values(runs):
-    words = ["--by", "learning_rate", "--y", "eval/pass@1", "kl/sequence", "--output", runs / "t.png"]
-    lines = call(plot, runs, *words).splitlines()
-    assert lines[1] == "| learning_rate | runs | steps | eval/pass@1 | kl/sequence |"
-    for line, rate in zip(lines[3:5], ("0.001", "0.01"), strict=True):
-        cells = [c.strip() for c in line.strip("|").split("|")]
-        assert cells[:3] == [rate, "2", "3"]
-        members = plot.load_runs([runs], [f"learning_rate={rate}"])
-        for cell, file, key in ((cells[3], "eval.jsonl", "eval/pass@1"), (cells[4], "metrics.jsonl", "kl/sequence")):
-            values = [read_jsonl(r.folder / file)[-1][key] for r in members]
-            shown = float(cell.partition(" ± ")[0])
-            assert shown == pytest.approx(fmean(values), rel=1e-3, abs=1e-9)
+        rates = [read_jsonl(r.folder / "eval.jsonl")[-1]["eval/pass@1"] for r in members]
+        last = line.strip("|").split("|")[-1]
+        assert float(last.partition("±")[0]) == pytest.approx(fmean(rates), rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.integration
@@ -164,7 +141,7 @@ def test_pictures(runs, tmp_path, suffix):
     output = tmp_path / f"p.{suffix}"
     call(plot, runs, "--by", "seed", "learning_rate", "--output", output)
     assert output.read_bytes().startswith(start) and output.stat().st_size > 5000
-    two = sorted(f for f in runs.iterdir() if (f / "config.json").exists())[:2]
+    two = folders_of(runs)[:2]
     if suffix == "svg":
         comments = "".join(re.findall(r"<!-- (.*?) -->", output.read_text()))  # the text of each label
         assert "learning_rate = 0.001" in comments and "reward/mean" in comments and "step" in comments
@@ -176,42 +153,28 @@ def test_pictures(runs, tmp_path, suffix):
 @pytest.mark.integration
 def test_values_of_any_kind_are_columns_and_curves(runs, tmp_path):
     """None next to numbers, and lists: --total_episodes where some runs count steps, --stop_strings."""
-    names = [f for f in sorted(runs.iterdir()) if (f / "config.json").exists()]
-    for name, episodes, stop in zip(names, (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
-        shutil.copytree(name, tmp_path / name.name)
-        config = json.loads((name / "config.json").read_text())
-        config["args"] |= {"total_episodes": episodes, "stop_strings": stop, "learning_rate": 1e-3}
-        (tmp_path / name.name / "config.json").write_text(json.dumps(config))
+    for name, episodes, stop in zip(folders_of(runs), (None, 48, 96, 48), ([], ["a", "b"], ["a"], []), strict=True):
+        copy = shutil.copytree(name, tmp_path / name.name)
+        change_config(copy, total_episodes=episodes, stop_strings=stop, learning_rate=1e-3)
     out = call(plot, tmp_path, "--by", "stop_strings", "total_episodes", "--output", tmp_path / "p.svg")
     comments = re.findall(r"<!-- (.*?) -->", (tmp_path / "p.svg").read_text())
     columns = [c.partition("total_episodes = ")[2] for c in comments if "total_episodes = " in c]
     assert columns[:3] == ["48", "96", "None"] and "| ['a', 'b'] | 48 |" in out and "| [] | 48 |" in out
 
 
-@pytest.fixture(scope="module")
-def pieces(tiny, tmp_path_factory):
-    """(output folder, what was printed) of a run of a copy whose token_loss returns a piece of its own."""
-    place = tmp_path_factory.mktemp("pieces")
+@pytest.mark.integration
+def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(tiny, tmp_path, monkeypatch, capsys):
+    """One edit, in token_loss: nothing has to be registered."""
     last = '"weight": weight_T}'
     text = (ROOT / "grpo.py").read_text()
     assert text.count(last) == 1
-    (place / "with_a_piece.py").write_text(text.replace(last, '"weight": weight_T, "slope": ratio_T.detach() + 1}'))
-    sys.path.insert(0, str(place))
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        run_here(tiny_args(tiny, place / "runs", "with_a_piece", num_mini_batches=2, eval_prompts=4), "with_a_piece")
-    sys.path.remove(str(place))
-    return place / "runs", printed.getvalue()
-
-
-@pytest.mark.integration
-def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(pieces, tmp_path, monkeypatch):
-    """One edit, in token_loss: nothing has to be registered."""
-    out, printed = pieces
-    (folder,) = out.iterdir()
+    (tmp_path / "with_a_piece.py").write_text(text.replace(last, '"weight": weight_T, "slope": ratio_T.detach() + 1}'))
+    monkeypatch.syspath_prepend(tmp_path)
+    run_here(tiny_args(tiny, tmp_path / "runs", "with_a_piece", num_mini_batches=2), "with_a_piece")
+    (folder,) = (tmp_path / "runs").iterdir()
     slopes = [metrics["policy/slope"] for metrics in read_jsonl(folder / "metrics.jsonl")]
     assert slopes == pytest.approx([2, 2], abs=0.1)
-    lines = [line for line in printed.splitlines() if line.startswith("step ")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [f"| slope {slope:.4g} |" in line for slope, line in zip(slopes, lines, strict=True)] == [True, True]
     titles = []
     monkeypatch.setattr(plot, "draw_panel", lambda axis, title, *rest, **named: titles.append(title))
@@ -229,30 +192,22 @@ def test_the_metrics_of_the_scripts_themselves_are_no_pieces(runs):
 
 def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     """--exp_name try_$RANDOM, as many people have it. Other code under another name is no repetition."""
-    folders = []
-    for run in plot.load_runs([runs], ["learning_rate=0.01"]):
-        folders.append(tmp_path / f"try_{run.args['seed']}")
-        shutil.copytree(run.folder, folders[-1])
-    config = json.loads((folders[0] / "config.json").read_text())
-    config["args"]["exp_name"] = "try_7"
-    (folders[0] / "config.json").write_text(json.dumps(config))
+    alike = plot.load_runs([runs], ["learning_rate=0.01"])
+    folders = [shutil.copytree(run.folder, tmp_path / f"try_{run.args['seed']}") for run in alike]
+    change_config(folders[0], exp_name="try_7")
     words = ["--by", "beta", "--y", "reward/mean", "--output", tmp_path / "x.png"]
     assert "| 2 | 3 |" in call(plot, *folders, *words)
-    config["code"]["grpo.py"] = "another"
-    (folders[0] / "config.json").write_text(json.dumps(config))
+    change_config(folders[0], "another")
     out = call(plot, *folders, *words)
     assert "note: the runs also differ in exp_name" in out and out.count("| 1 | 3 |") == 2
 
 
 def test_copies_are_compared_in_every_setting(runs, tmp_path):
     """--by exp_name of runs with two learning rates: a panel for each, and no mean over both."""
-    folders = []
-    for run in plot.load_runs([runs], []):
-        folders += [run.folder, tmp_path / f"mine_{run.folder.name}"]
-        shutil.copytree(run.folder, folders[-1])
-        config = json.loads((folders[-1] / "config.json").read_text())
-        config["args"]["exp_name"], config["code"]["grpo.py"] = "mine", "another"
-        (folders[-1] / "config.json").write_text(json.dumps(config))
+    folders = folders_of(runs)
+    for folder in folders_of(runs):
+        folders.append(shutil.copytree(folder, tmp_path / f"mine_{folder.name}"))
+        change_config(folders[-1], "another", exp_name="mine")
     words = ["--by", "exp_name", "--y", "reward/mean", "--output", tmp_path / "x.png"]
     out = call(plot, *folders, *words)
     assert "note: the runs also differ in learning_rate, which --by now includes" in out
@@ -264,7 +219,7 @@ def test_copies_are_compared_in_every_setting(runs, tmp_path):
 @pytest.mark.integration
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     """Of runs/*, as the shell writes it: scripts/run_many.py leaves NAME.log there."""
-    folders = [path for path in sorted(runs.iterdir()) if (path / "config.json").is_file()][:2]
+    folders = folders_of(runs)[:2]
     log = tmp_path / f"{folders[0].name}.log"
     log.write_text("step 1\n")
     assert "pass@1" in call(plot, log, *folders, "--output", tmp_path / "x.png")
@@ -275,23 +230,11 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
 
 
 @pytest.mark.integration
-def test_one_run_as_before(runs, tmp_path):
-    """The newest run of a folder, in words and as curves.png; a half written line is left for the next time."""
-    copy = tmp_path / "runs" / "a"
-    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
-    with open(copy / "metrics.jsonl", "a") as f:
-        f.write('{"step": 4, "rew')
-    out = call(plot, tmp_path / "runs")
-    assert "of 3 steps" in out or "3 step" in out
-    assert (copy / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize("script", ["plot.py", "report.py", "report.py --html"])
 def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     """Lines that are no JSON, half a letter, an empty config.json: what is whole is shown, with a warning."""
     copy = tmp_path / "damaged"
-    shutil.copytree(next(f for f in runs.iterdir() if (f / "config.json").exists()), copy)
+    shutil.copytree(folders_of(runs)[0], copy)
     for file in ("metrics.jsonl", "samples.jsonl", "eval.jsonl"):
         content = (copy / file).read_bytes()
         first, _, rest = content.partition(b"\n")
@@ -340,7 +283,7 @@ TURNS = [
 def folder(runs, tmp_path_factory) -> Path:
     """A real run, and a few samples more that try to break the page."""
     folder = tmp_path_factory.mktemp("page") / "run & <b>"
-    shutil.copytree(next(f for f in sorted(runs.iterdir()) if (f / "config.json").exists()), folder)
+    shutil.copytree(folders_of(runs)[0], folder)
     first = read_jsonl(folder / "samples.jsonl")[0]
     with open(folder / "samples.jsonl", "a") as f:
         for step in (1, 2):
@@ -384,7 +327,7 @@ def test_the_page_begins_with_the_verdict_and_the_doctor(folder):
 def test_the_page_of_a_run_without_a_verdict_says_so(runs, tmp_path, state):
     """The doctor examines what there is; a half-written verdict is none."""
     copy = tmp_path / "copy"
-    shutil.copytree(next(f for f in sorted(runs.iterdir()) if (f / "config.json").exists()), copy)
+    shutil.copytree(folders_of(runs)[0], copy)
     words = (copy / verdict.FILE).read_text()
     (copy / verdict.FILE).write_text(words[: len(words) // 2])
     if state == "going":
@@ -395,144 +338,80 @@ def test_the_page_of_a_run_without_a_verdict_says_so(runs, tmp_path, state):
         assert f"\ndoctor     {finding}\n" in text
 
 
-class Browser:
-    """A headless Chromium with the page open, driven over its debugging port."""
-
-    def __init__(self, page: Path, profile: Path):
-        connect = pytest.importorskip("websockets.sync.client").connect
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        argv = [
-            CHROMIUM,
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-        ]
-        argv += ["--disable-background-networking", f"--user-data-dir={profile}", f"--remote-debugging-port={port}"]
-        self.process = subprocess.Popen([*argv, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.number, self.events = 0, []
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=PATIENCE) as answer:
-                    target = next(t for t in json.load(answer) if t["type"] == "page")
-                break
-            except (OSError, StopIteration):
-                assert time.monotonic() < deadline, "the browser did not start"
-                time.sleep(0.2)
-        self.stack = contextlib.ExitStack()
-        how = {"max_size": None, "proxy": None, "open_timeout": PATIENCE, "ping_interval": None}
-        self.socket = self.stack.enter_context(connect(target["webSocketDebuggerUrl"], **how))
-        for domain in ("Runtime", "Log", "Network", "Page"):
-            self.ask(f"{domain}.enable")
-        self.ask("Page.navigate", url=page.as_uri())
-        self.until("document.readyState === 'complete' && document.querySelectorAll('.sample').length > 0")
-
-    def ask(self, method: str, **params):
-        self.number += 1
-        self.socket.send(json.dumps({"id": self.number, "method": method, "params": params}))
-        while (message := json.loads(self.socket.recv(timeout=PATIENCE))).get("id") != self.number:
-            self.events.append(message)
-        assert "error" not in message, message
-        return message["result"]
-
-    def value(self, expression: str):
-        result = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in result, result
-        return result["result"].get("value")
-
-    def until(self, expression: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not self.value(expression):
-            assert time.monotonic() < deadline, expression
-            time.sleep(0.1)
-
-    def type(self, field: str, text: str) -> None:
-        """As a person does: a click into the field, then keys."""
-        self.value(f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()")
-        self.ask("Input.insertText", text=text)
-
-    def close(self) -> None:
-        self.stack.close()
-        self.process.terminate()
-        self.process.wait(timeout=PATIENCE)
+LISTENS = "<script>var errors = []; onerror = (error) => errors.push(error)</script>"
+# In the page after its own script: uses the page as a person does, and leaves what can be seen as JSON in its text.
+PROBE = """<script>
+const type = (id, text) => { $(id).value = text; $(id).dispatchEvent(new Event("input")); };
+const texts = (query) => [...document.querySelectorAll(query)].map((e) => e.textContent);
+const seen = {all: $("count").textContent, title: document.title, bars: texts("#bar div").length};
+seen.paths = texts(".curve path").length;
+seen.wide = document.documentElement.scrollWidth > window.innerWidth;  // than a phone's screen
+const kept = {...run.curves};
+run.curves["reward/mean"] = run.curves["reward/correct"] = [[1, 0], [2, 1]]; curves();
+seen.twice = texts(".curve b");
+Object.assign(run.curves, kept);
+$("all").click();
+seen.curves = texts(".curve b");
+type("q", "NEEDLE");
+seen.needle = [$("count").textContent, texts(".sample mark").length, texts(".sample pre")[1]];
+seen.markup = texts(".sample b, .sample script");
+type("from", "2");
+seen.from = [$("count").textContent, location.hash];
+type("from", ""); type("q", "haystack");  // in what an environment said
+seen.haystack = $("count").textContent;
+seen.turns = [...document.querySelectorAll(".turn")].map((e) => [...e.children].map((c) => c.textContent));
+seen.labels = texts(".sample > .label");
+type("q", ""); type("min", "MIDDLE");
+seen.least = $("count").textContent;
+type("max", "7");
+seen.between = $("count").textContent;
+history.replaceState(null, "", "#order=high"); fromAddress();
+seen.highest = texts(".sample .head")[0];
+type("argument", "learning_rate");
+seen.rows = texts("#arguments tr");
+seen.requests = performance.getEntriesByType("resource").map((e) => e.name);
+seen.errors = errors;
+document.body.replaceChildren(Object.assign(document.createElement("pre"), {textContent: JSON.stringify(seen)}));
+</script>"""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
 def test_the_page_in_a_browser(folder, tmp_path):
     """Drawn without an error and without a request; search and filter find what a reading of the file finds."""
-    samples = read_jsonl(folder / "samples.jsonl")
-    browser = Browser(folder / "report.html", tmp_path / "profile")
-    try:
-        count = "document.getElementById('count').textContent"
-        heads = "[...document.querySelectorAll('.sample .head')].map(e => e.textContent)"
-        assert browser.value(count) == f"{len(samples)} of {len(samples)}"
-        assert browser.value("document.title") == "run & <b>"  # not what the samples wanted
-        assert browser.value("document.querySelectorAll('.curve path').length") >= 6
-        assert browser.value("document.querySelectorAll('#bar div').length") >= 3
-        shown = "[...document.querySelectorAll('.curve b')].map(e => e.textContent)"
-        browser.value("run.curves['reward/mean'] = run.curves['reward/correct'] = [[1, 0], [2, 1]]; curves()")
-        assert "reward/mean = reward/correct" in browser.value(shown)  # one curve for both
-        browser.ask("Emulation.setDeviceMetricsOverride", width=400, height=900, deviceScaleFactor=1, mobile=True)
-        assert browser.value("document.documentElement.scrollWidth") <= 400  # a phone's screen
-        browser.ask("Emulation.clearDeviceMetricsOverride")
-        browser.value("document.getElementById('all').click()")
-        names = browser.value(shown)
-        logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
-        no_curve = {"step", "episode", "eval/problems", "eval/samples", "eval/weights_version"}
-        no_curve |= {"eval/right", "eval/rewards"}
-        assert set(names) == logged - no_curve
-
-        browser.type("q", "NEEDLE")
-        assert browser.value(count) == f"2 of {len(samples)}"
-        assert browser.value("document.querySelectorAll('.sample mark').length") == 4
-        assert browser.value("document.querySelectorAll('.sample pre')[1].textContent") == f"needle {NASTY} Needle"
-        assert browser.value("document.querySelectorAll('.sample b, .sample script').length") == 0
-        browser.type("from", "2")
-        assert browser.value(count) == f"1 of {len(samples)}"
-        assert "q=NEEDLE&from=2" in browser.value("location.hash")
-
-        browser.value("location.hash = ''")
-        browser.until(f"{count} === '{len(samples)} of {len(samples)}'")
-        browser.type("q", "haystack")  # in what an environment said
-        assert browser.value(count) == f"1 of {len(samples)}"
-        turns = browser.value(
-            "[...document.querySelectorAll('.turn')].map(e => [...e.children].map(c => c.textContent))"
-        )
-        assert turns == [
-            ['model, 11 tokens, calls look("place":"a b","count":2), error: not a tool call: x', "first <b>"],
-            ["tool, 7 tokens, 0.25 s, 1 failed", f"seen haystack {NASTY}"],
-            ["model, 3 tokens", "last"],
-            ["tool, 0 tokens, 1.5 s, not seen by the model", "too late"],
-        ]
-        labels = "[...document.querySelectorAll('.sample > .label')].map(e => e.textContent)"
-        assert browser.value(labels) == ["prompt", "turns", "truth"]
-
-        browser.value("location.hash = ''")
-        middle = sorted(s["reward"] for s in samples)[len(samples) // 2]
-        browser.until(f"{count} === '{len(samples)} of {len(samples)}'")
-        browser.type("min", str(middle))
-        expected = sum(s["reward"] >= middle for s in samples)
-        assert browser.value(count) == f"{expected} of {len(samples)}"
-        browser.type("max", "7")
-        expected = sum(middle <= s["reward"] <= 7 for s in samples)
-        assert browser.value(count) == f"{expected} of {len(samples)}"
-        browser.value("location.hash = 'order=high'")
-        browser.until(f"{heads}[0].includes('reward 7.5')")
-
-        browser.type("argument", "learning_rate")
-        rows = browser.value("[...document.querySelectorAll('#arguments tr')].map(e => e.textContent)")
-        rate = json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
-        assert len(rows) == 1 and float(rows[0].removeprefix("learning_rate")) == rate
-
-        browser.value("1")  # the last events arrive before this answer
-        problems = [e for e in browser.events if e["method"] in ("Runtime.exceptionThrown", "Log.entryAdded")]
-        assert problems == []
-        asked = [e["params"]["request"]["url"] for e in browser.events if e["method"] == "Network.requestWillBeSent"]
-        assert asked == [(folder / "report.html").as_uri()]
-    finally:
-        browser.close()
+    rewards = [sample["reward"] for sample in read_jsonl(folder / "samples.jsonl")]
+    middle, count = sorted(rewards)[len(rewards) // 2], len(rewards)
+    text = (folder / "report.html").read_text().replace("<script", f"{LISTENS}<script", 1)
+    (tmp_path / "page.html").write_text(text + PROBE.replace("MIDDLE", str(middle)))
+    line = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=400,900"]
+    line += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "page.html").as_uri()]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    seen = json.loads(html.unescape(re.search(r"<body><pre>(.*)</pre></body>", done.stdout, re.DOTALL)[1]))
+    assert seen["errors"] == [] and seen["requests"] == [] and not seen["wide"]
+    assert seen["all"] == f"{count} of {count}" and seen["title"] == "run & <b>"  # not what the samples wanted
+    assert seen["paths"] >= 6 and seen["bars"] >= 3 and "reward/mean = reward/correct" in seen["twice"]
+    logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
+    no_curve = {
+        "step",
+        "episode",
+        "eval/problems",
+        "eval/samples",
+        "eval/weights_version",
+        "eval/right",
+        "eval/rewards",
+    }
+    assert set(seen["curves"]) == logged - no_curve
+    assert seen["needle"] == [f"2 of {count}", 4, f"needle {NASTY} Needle"] and seen["markup"] == []
+    assert seen["from"] == [f"1 of {count}", "#q=NEEDLE&from=2"]
+    assert seen["haystack"] == f"1 of {count}" and seen["labels"] == ["prompt", "turns", "truth"]
+    assert seen["turns"] == [
+        ['model, 11 tokens, calls look("place":"a b","count":2), error: not a tool call: x', "first <b>"],
+        ["tool, 7 tokens, 0.25 s, 1 failed", f"seen haystack {NASTY}"],
+        ["model, 3 tokens", "last"],
+        ["tool, 0 tokens, 1.5 s, not seen by the model", "too late"],
+    ]
+    assert seen["least"] == f"{sum(reward >= middle for reward in rewards)} of {count}"
+    assert seen["between"] == f"{sum(middle <= reward <= 7 for reward in rewards)} of {count}"
+    assert "reward 7.5" in seen["highest"]
+    rate = json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
+    assert [float(row.removeprefix("learning_rate")) for row in seen["rows"]] == [rate]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import submit_snapshot
-from helpers import ROOT
-from submitted_jobs import GIT, SUBMIT, repository, submit
+from submitted_jobs import GIT, SUBMIT, refused, repository, submit
 
 
 def copy_of(folder: Path, *words: str) -> tuple[Path, list[str]]:
@@ -103,11 +99,8 @@ def test_without_git(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words in (["--backend", "local", "--live"], ["--backend", "ray"]):
         assert submit.main([*words, "--dry_run", "--", "true"]) == 0
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        submit.main(["--backend", "slurm", "--dry_run", "--", "true"])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "not a git repository" in said and "run git init there, or use --live" in said
+    said = refused(capsys, "--backend", "slurm", "--dry_run", "--", "true")
+    assert "not a git repository" in said and "run git init there, or use --live" in said
 
 
 def submitted(here: Path, run_dir: str, *command: str) -> Path:
@@ -138,45 +131,3 @@ def test_what_comes_and_what_stays(tmp_path):
         assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
         (script.parent / "code" / "a.py").write_text("print('old')")
     assert (here / "pkg" / "new.txt").read_text() == "new\n" and (here / "a.py").read_text() == "print('edited')"
-
-
-def operations(folder: Path, line: list[str], log: Path, env: dict[str, str]) -> int:
-    """The system calls of a command, and of what it starts, on files in ``folder``, in which it runs."""
-    words = ["strace", "-f", "-qq", "-y", "-e", "trace=file,desc", "-o", str(log), *line]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    inside = re.compile(rf'\d+ +\w+\(([^"]*<{folder}/|.*"{folder}/|(AT_FDCWD[^"]*)?"[^/"][^"]*"[,)])')
-    return sum(bool(inside.match(line)) for line in log.read_text(errors="replace").splitlines())
-
-
-@pytest.mark.integration
-@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace")
-def test_the_number_of_file_operations(tmp_path):
-    """Of a submission of this project's size: a shared disk takes tens of milliseconds for each.
-
-    Six for a file that is copied, one to compare it with the commit, a few for the git processes that write at a time,
-    and what it takes to start. Objects are packed, as in a clone.
-    """
-    here = repository(tmp_path / "here")
-    for part in ("scripts", "runtime/system"):
-        shutil.copytree(ROOT / part, here / part, ignore=shutil.ignore_patterns("__pycache__"))
-    (here / "runtime" / "__init__.py").touch()
-    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 17\n")
-    (tmp_path / "sbatch").chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    counts = []
-    for files in (0, 300):
-        for number in range(files):
-            place = here / "pkg" / f"part{number % 20}"
-            place.mkdir(parents=True, exist_ok=True)
-            (place / f"module{number}.py").write_text(f"x = {number}\n")
-            os.utime(place / f"module{number}.py", (0, 0))  # git reads a file that is as new as its index
-        for words in (["add", "scripts", "runtime", "pkg"][: 3 + (files > 0)], ["commit", "-qm", "two"], ["gc", "-q"]):
-            subprocess.run([*GIT, *words], cwd=here, check=True, capture_output=True)
-        line = [sys.executable, "scripts/submit.py", "--backend", "slurm", "--run_dir", f"r{files}", "--", "true"]
-        counts.append(operations(here, line, tmp_path / "log", env))
-        copied = next((here / f"r{files}").glob("*/code.files")).read_text()
-        assert ("./pkg/part0/module20.py" in copied) == (files > 0) and "./r0/" not in copied
-    per_file = (counts[1] - counts[0]) / 300
-    print(f"{counts[0]} operations without files, {per_file:.1f} for each of 300 files in 20 folders")
-    assert per_file < 13 and counts[0] < 2500

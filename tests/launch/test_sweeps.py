@@ -11,13 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import is_finished as finished_program
 import pytest
 import script_loader
-from helpers import ROOT, clean_environment, command, main_here, run_here, tiny_args
+from helpers import ROOT, change_config, clean_environment, command, main_here, run_here, tiny_args, until
 from is_finished import LEAVE, RUN, state
 from submitted_jobs import job_of, script_of, submit
 
@@ -30,11 +29,15 @@ SWEEPS = sorted(path for path in (ROOT / "scripts" / "sweeps").glob("*.sh") if p
 SMALL = {"ESTIMATORS": "k1 k3", "BETAS": "0 0.1", "LEARNING_RATES": "1e-5 1e-4", "PROMPTS": "4 8", "GROUPS_OF": "4"}
 
 
+def called(name: str, words: tuple, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """A sweep's script in another folder, to its end."""
+    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
+    return subprocess.run(argv, env=os.environ | environment, capture_output=True, text=True, cwd="/")
+
+
 def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
     """(exit code, the commands that RUN=echo shows, what else was said)."""
-    env = os.environ | {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment
-    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    done = called(name, words, {"RUN": "echo", "PYTHON": sys.executable} | SMALL | environment)
     lines = done.stdout.splitlines()
     commands = [shlex.split(line) for line in lines if line.startswith(sys.executable)]
     return done.returncode, commands, "\n".join(x for x in lines if not x.startswith(sys.executable)) + done.stderr
@@ -42,9 +45,7 @@ def sweep(name: str, *words, **environment) -> tuple[int, list[list[str]], str]:
 
 def many_lines(name: str, *words: object, **environment: str) -> tuple[list[str], list[list[str]]]:
     """(what was said, the words of each line) of a sweep that prints its runs as lines of arguments."""
-    env = os.environ | {"RUN": "lines"} | environment
-    argv = ["bash", str(ROOT / "scripts" / "sweeps" / name), *map(str, words)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, cwd="/")
+    done = called(name, words, {"RUN": "lines"} | environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     runs = [shlex.split(line) for line in lines if "--seed" in line]
@@ -57,25 +58,11 @@ def test_bash_can_read_them():
         assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True).stderr == ""
 
 
-@pytest.mark.integration
-def test_every_command_is_a_run_of_its_own(tmp_path):
-    """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
-    words = ["--seeds", "2..3", "--output_dir", tmp_path]
-    code, commands, said = sweep("lr.sh", *words, LEARNING_RATES="1e-5")
-    assert code == 0 and len(commands) == 2 and "2 started, 0 skipped, 0 failed" in said
-    assert {tuple(command[:2]) for command in commands} == {(sys.executable, "grpo.py")}
-    check_runs([command[2:] for command in commands], 2, tmp_path)
-
-
 @pytest.mark.parametrize("name, a_seed", [("kl.sh", 5), ("batch.sh", 4), ("lr.sh", 2)])
 def test_every_line_is_a_run_of_its_own(name, a_seed, tmp_path):
-    """The same of larger sweeps, whose lines no process has to look at."""
+    """Right numbers of commands, arguments that grpo.py accepts, and no two runs in one folder."""
     _, lines = many_lines(name, "--seeds", "2..3", "--output_dir", tmp_path, **SMALL)
-    check_runs(lines, 2 * a_seed, tmp_path)
-
-
-def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
-    assert len(lines) == count
+    assert len(lines) == 2 * a_seed
     names = set()
     for words in lines:
         args = flags.parse(grpo.Args, None, words)
@@ -83,9 +70,9 @@ def check_runs(lines: list[list[str]], count: int, out: Path) -> None:
         model_files.check_model(args)
         checks.check_training(args)
         grpo.check_args(args)
-        assert args.output_dir == str(out) and args.seed in (2, 3)
+        assert args.output_dir == str(tmp_path) and args.seed in (2, 3)
         names.add(directory.run_name(args, grpo.Args()))
-    assert len(names) == count
+    assert len(names) == len(lines)
 
 
 def test_the_whole_grid_of_the_kl_sweep(tmp_path):
@@ -149,16 +136,6 @@ def test_where_the_runs_lie(tmp_path):
     for words in (["--output_dir=here"], ["--output-dir", "here"], ["--output-dir=here"]):
         _, (command,) = many_lines("lr.sh", "--seeds", "91", *words, **lanes)
         assert command.count("--output_dir") == words.count("--output_dir")
-
-
-@pytest.mark.integration
-def test_in_front_of_every_command_stands_the_submission(tmp_path):
-    """RUN with submit.py: a dry run of a job, whose command is the sweep's."""
-    run = f"{sys.executable} {ROOT}/scripts/submit.py --backend slurm --gpus 1 --dry_run --"
-    words = ["--seeds", "1..1", "--output_dir", tmp_path]
-    code, _, said = sweep("lr.sh", *words, RUN=run, LEARNING_RATES="1e-5")
-    assert code == 0 and said.count("# would run\nsbatch ") == 1
-    assert f"begin_command {sys.executable} grpo.py --exp_name sweep_lr --learning_rate 1e-5 --seed 1" in said
 
 
 # ------------------------------------------------------------------------------------------------------ what is skipped
@@ -237,19 +214,6 @@ def test_a_damaged_run_is_left_alone(finished, tmp_path, config):
 
 
 @pytest.mark.integration
-def test_a_damaged_run_does_not_hold_up_the_others(finished, tmp_path):
-    """Its run is left alone, by name, and the sweep goes on."""
-    folder, common = finished
-    copy = tmp_path / folder.name
-    shutil.copytree(folder, copy)
-    (copy / "config.json").write_text("")
-    common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
-    code, commands, said = sweep("lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5 3e-5")
-    assert code == 0 and len(commands) == 1 and "--overwrite" not in commands[0]
-    assert f"skipped, damaged: {copy}/config.json cannot be read" in said
-
-
-@pytest.mark.integration
 def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     """Copied and edited, in any folder: its runs have names of their own and are not taken for those of grpo.py."""
     folder, common = finished
@@ -260,10 +224,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     assert code == 0, said
     assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
     renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
-    shutil.copytree(folder, renamed)
-    config = json.loads((renamed / "config.json").read_text())
-    config["args"]["exp_name"] = "sweep_lr_mine"
-    (renamed / "config.json").write_text(json.dumps(config))
+    change_config(shutil.copytree(folder, renamed), exp_name="sweep_lr_mine")
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     shutil.rmtree(renamed)
     assert code == 0 and commands == [] and f"skipped, other code: {renamed}" in said
@@ -282,11 +243,7 @@ def test_what_is_no_training_script_is_refused(text, says, tmp_path):
 def test_a_run_of_other_arguments_is_not_this_one(finished, tmp_path):
     """A folder whose config.json says something else than its name."""
     folder, common = finished
-    copy = tmp_path / folder.name
-    shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    config["args"]["temperature"] = 0.5
-    (copy / "config.json").write_text(json.dumps(config))
+    change_config(shutil.copytree(folder, tmp_path / folder.name), temperature=0.5)
     common = [str(tmp_path) if w == str(folder.parent) else w for w in common]
     _, commands, said = sweep("lr.sh", "--seeds", "1", *common, LEARNING_RATES="1e-5")
     assert commands == [] and "another run" in said and "--temperature 0.5 there, 1.0 here" in said
@@ -334,9 +291,7 @@ def test_a_run_that_another_process_holds_is_skipped(tmp_path):
 
 def test_a_line_break_is_no_argument_of_a_line():
     """run_many.py reads a run per line: half of an argument would be a run, the other half another."""
-    argv = ["bash", str(ROOT / "scripts" / "sweeps" / "lr.sh"), "--system_prompt", "one\ntwo"]
-    environment = os.environ | {"RUN": "lines"}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, cwd="/")
+    done = called("lr.sh", ("--system_prompt", "one\ntwo"), {"RUN": "lines"})
     assert done.returncode == 2 and "take the line break out" in done.stderr and done.stdout == ""
 
 
@@ -354,7 +309,7 @@ seen = [None] * world
 dist.all_gather_object(seen, (rank, os.environ["LOCAL_RANK"]))
 (out / f"rank{rank}").write_text(repr(seen))
 deadline = time.time() + 60
-while not stop and time.time() < deadline and sys.argv[3] == "wait":
+while not stop and time.time() < deadline:
     time.sleep(0.1)
 if stop: time.sleep(1)
 (out / f"stop{rank}").write_text(str(len(stop)))
@@ -363,42 +318,28 @@ os._exit(code)
 """
 
 
-def node_scripts(folder: Path, flags: str, *words: str) -> list[subprocess.Popen]:
-    """The nodes of a job as SkyPilot starts them, all on this machine: the script, its place in the environment."""
-    (folder / "rank.py").write_text(RANK)
-    (folder / "scripts").symlink_to(ROOT / "scripts")
-    job = job_of("skypilot", flags, [sys.executable, "rank.py", str(folder), *words])
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_find_each_other_and_stop(tmp_path):
+    """The script of SkyPilot, its place in the environment: four ranks, one group; each gets one SIGTERM, and the time
+    it needs; the script of each node ends with their code.
+    """
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    job = job_of("skypilot", "--num_nodes 2 --gpus H100:2", [sys.executable, "rank.py", str(tmp_path), "75"])
     command, _ = script_of("skypilot", submit.render(job))
     nodes = []
-    for rank in range(job.num_nodes):
-        place = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
-        env = clean_environment() | place
-        nodes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    return nodes
-
-
-@pytest.mark.slow
-def test_two_nodes_of_two_ranks_find_each_other(tmp_path):
-    """accelerate on both nodes, with their rank, the first one's address and the port: four ranks, one group."""
-    nodes = node_scripts(tmp_path, "--num_nodes 2 --gpus H100:2", "0", "go")
-    output = [n.communicate(timeout=200)[0].decode() for n in nodes]
-    assert [n.returncode for n in nodes] == [0, 0], output
-    expected = "[(0, '0'), (1, '1'), (2, '0'), (3, '1')]"
-    assert [(tmp_path / f"rank{r}").read_text() for r in range(4)] == [expected] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", [75, 3])
-def test_the_code_of_the_ranks_arrives(tmp_path, code):
-    """Asked to stop, every rank gets one SIGTERM and the time it needs; the script ends with their code."""
-    (node,) = node_scripts(tmp_path, "--gpus H100:2", str(code), "wait")
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "rank1").exists() and time.monotonic() < deadline and node.poll() is None:
-        time.sleep(0.2)
-    node.send_signal(signal.SIGTERM)
-    output = node.communicate(timeout=60)[0].decode()
-    assert node.returncode == code, output
-    assert [(tmp_path / f"stop{r}").read_text() for r in range(2)] == ["1", "1"]
+    for rank in ("0", "1"):
+        env = clean_environment() | {"SKYPILOT_NODE_RANK": rank, "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1\n"}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        nodes.append(subprocess.Popen(command, cwd=tmp_path, env=env, **options))
+    files = [tmp_path / f"rank{rank}" for rank in range(4)]
+    until(lambda: all(file.exists() for file in files), 150)
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    output = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [75, 75], output
+    assert [file.read_text() for file in files] == ["[(0, '0'), (1, '1'), (2, '0'), (3, '1')]"] * 4
+    assert [(tmp_path / f"stop{rank}").read_text() for rank in range(4)] == ["1"] * 4
 
 
 @pytest.mark.slow

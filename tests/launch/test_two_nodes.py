@@ -1,7 +1,4 @@
-"""Two nodes for real: namespaces of the network, joined by a link that is slow, that loses packets.
-
-tests/runs/test_faults.py cuts it, and has nodes that are not alike.
-"""
+"""Two nodes for real: namespaces of the network, joined by a link that is cut."""
 
 from __future__ import annotations
 
@@ -9,13 +6,10 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
-import moved_clock
 import pytest
-from helpers import PROBLEMS, ROOT, command, finish, go_back, record
-from safetensors.torch import load_file, save_file
+from helpers import ROOT, command, finish, go_back, record
 from two_nodes import ADDRESSES, Nodes, ends, reason_for_none, training
 
 missing = reason_for_none()
@@ -45,66 +39,30 @@ def check_equal(expected: dict, folder: Path) -> None:
         assert got[key] == expected[key], key
 
 
-@pytest.mark.parametrize("rollout, interface", [("hf", None), ("vllm", "cable")])
-def test_two_nodes_equal_one(on_one_node, tiny, tmp_path, rollout, interface):
-    """A rank on each node: every number, every sample, the weights; Gloo's interface found, or given by the user."""
-    expected = on_one_node(rollout)
-    before = (f"GLOO_SOCKET_IFNAME={interface}",) if interface else ()
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param({}, id="interface found"),
+        pytest.param({"rollout": "vllm", "before": ("GLOO_SOCKET_IFNAME=cable",)}, id="vLLM, interface given"),
+        pytest.param({"first": 1, "pause": 40.0}, id="node 0 is late"),
+        pytest.param({"first": 0, "pause": 40.0}, id="node 1 is late"),
+    ],
+)
+def test_two_nodes_equal_one(on_one_node, tiny, tmp_path, launch):
+    """A rank on each node: every number, every sample, the weights; who waits for a late node says so once."""
+    expected = on_one_node(launch.get("rollout", "hf"))
     with Nodes() as nodes:
-        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, rollout=rollout, before=before)
-        ends(runs, 300)
-        assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
-    check_equal(expected, tmp_path / "run")
-
-
-def test_a_link_that_is_slow_and_loses_packets(on_one_node, tiny, tmp_path):
-    """20 ms each way, one packet in fifty lost: the same numbers, later."""
-    expected = on_one_node("hf")
-    with Nodes(delay=0.02, loss=0.02) as nodes:
-        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS)
+        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, **launch)
         ends(runs, 400)
         assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
     check_equal(expected, tmp_path / "run")
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_node_that_joins_late(on_one_node, tiny, tmp_path, late):
-    """40 s after the other, which says after 10 s whom it waits for: the same numbers, later."""
-    expected = on_one_node("hf")
-    with Nodes() as nodes:
-        runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, first=1 - late, pause=40.0)
-        ends(runs, 300)
-        assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
-    words = f"the other 1 node(s) to join it at {ADDRESSES[0]}" if late == 1 else f"node 0 at {ADDRESSES[0]}"
-    said = re.findall(r"node (\d) on node\d has waited (\d+) s for (.*)", runs[1 - late].text())
-    assert [(node, text.startswith(words)) for node, _, text in said] == [(str(1 - late), True)], runs[1 - late].text()
-    assert 10 <= int(said[0][1]) <= 15
-    assert "has waited" not in runs[late].text()
-    check_equal(expected, tmp_path / "run")
-
-
-@pytest.mark.skipif(moved_clock.COMPILER is None, reason="no compiler for another clock")
-@pytest.mark.parametrize("ahead", [-60, 60])
-def test_a_node_whose_clock_is_a_minute_off(on_one_node, tiny, tmp_path, ahead):
-    """A run and a resume have the same numbers; the newest checkpoint is that of the latest step, whatever its time."""
-    expected = on_one_node("hf")
-    saves = ("--save_every", "1", "--keep_checkpoints", "9")
-    (tmp_path / "clock").write_text(str(ahead))
-    other = f"export LD_PRELOAD={moved_clock.build(tmp_path)} CLOCK_FILE={tmp_path / 'clock'} && date +%s"
-    with Nodes() as nodes:
-        for part in ("from scratch", "resumed"):
-            begun = time.time()
-            runs = nodes.launch(tiny, [tmp_path, tmp_path], tmp_path, *STEPS, *saves, on_node_1=other)
-            ends(runs, 300)
-            assert [run.end(10) for run in runs] == [0, 0], "\n".join(run.text() for run in runs)
-            assert abs(int(runs[1].text().split()[0]) - begun - ahead) < 20, "node 1 has the clock of node 0"
-            assert ("resuming after step 2" in runs[0].text()) == (part == "resumed"), runs[0].text()
-            check_equal(expected, tmp_path / "run")
-            if part == "from scratch":
-                go_back(tmp_path / "run", 2)
-                older = tmp_path / "run" / "checkpoints" / "step_000001"
-                for path in (*older.rglob("*"), older):
-                    os.utime(path, (begun + 90, begun + 90))
+    if "pause" in launch:
+        first = launch["first"]
+        words = f"the other 1 node(s) to join it at {ADDRESSES[0]}" if first == 0 else f"node 0 at {ADDRESSES[0]}"
+        said = re.findall(r"node (\d) on node\d has waited (\d+) s for (.*)", runs[first].text())
+        assert [(node, text.startswith(words)) for node, _, text in said] == [(str(first), True)], runs[first].text()
+        assert 10 <= int(said[0][1]) <= 15
+        assert "has waited" not in runs[1 - first].text()
 
 
 NOT_SHARED = "is not the same folder on all nodes"
@@ -151,52 +109,41 @@ def test_a_run_that_is_finished_on_the_disk_of_one_node(finished, tiny, tmp_path
     assert f"--output_dir {NOT_SHARED}; {REMEDY}" in said[0]
 
 
-def make_classifier(tiny: Path, folder: Path, seed: int) -> Path:
-    """A reward model with random weights by ``seed``, as large as the tiny model."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(seed)
-    config = LlamaConfig.from_pretrained(tiny, num_labels=1, architectures=["LlamaForSequenceClassification"])
-    LlamaForSequenceClassification(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
-    return folder
-
-
-def parts(what: str, tiny: Path, place: Path) -> tuple[Path, Path, tuple[str, ...], str]:
-    """Return a part of a run, another version of it, the arguments that name it, and what the ranks call it."""
-    part, other = (place / name for name in ("part", "other"))
-    if what == "code":
-        other.write_text((ROOT / "utils.py").read_text() + "# edited on one node\n")
-        return ROOT / "utils.py", other, (), "file utils.py"
-    if what == "data":  # one row of the same length
-        rows = PROBLEMS.read_text()
-        part.with_suffix(".jsonl").write_text(rows)
-        other.write_text(rows.replace("5 + 2 =", "2 + 5 =", 1))
-        assert other.read_text() != rows
-        return part.with_suffix(".jsonl"), other, ("--dataset", f"{part}.jsonl"), "digest of --dataset"
-    if what == "reward model":
-        flag = "--reward_model_name_or_path"
-        return make_classifier(tiny, part, 1), make_classifier(tiny, other, 2), (flag, str(part)), f"digest of {flag}"
-    for folder in (part, other):
-        shutil.copytree(tiny, folder)
-    weights = {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()}
-    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    return part, other, ("--model_name_or_path", str(part)), "digest of --model_name_or_path"
-
-
-@pytest.mark.parametrize("what", ["code", "data", "model", "reward model"])
-def test_a_part_that_is_another_on_each_disk(tiny, tmp_path, what):
-    """Under one path: without a comparison node 1 would train on other rows, or against another reference."""
-    part, other, words, name = parts(what, tiny, tmp_path)
+def test_a_part_that_is_another_on_each_disk(tiny, tmp_path):
+    """Under one path: without a comparison node 1 would train by other code; test_agreement.py has all parts."""
+    part, other = ROOT / "utils.py", tmp_path / "other"
+    other.write_text(part.read_text() + "# edited on one node\n")
     with Nodes() as nodes:
         mount = f"mount --bind {other} {part}"
-        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, *words, on_node_1=mount)
+        runs = nodes.launch(tiny, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=mount)
         ends(runs, 120)
         assert [run.end(10) for run in runs] == [2, 2], "\n".join(run.text() for run in runs)
     for run in runs:
-        assert f"the ranks of this launch differ: {name} is" in run.text(), run.text()
+        assert "the ranks of this launch differ: file utils.py is" in run.text(), run.text()
         assert "start all ranks with the same command, code, packages, models and data" in run.text()
+
+
+def test_a_node_without_the_model(tiny, tmp_path):
+    """It says so, and the other node does not wait for it."""
+    model = shutil.copytree(tiny, tmp_path / "tiny")
+    with Nodes() as nodes:
+        runs = nodes.launch(model, [tmp_path] * 2, tmp_path, *STEPS, on_node_1=f"mount -t tmpfs none {model}")
+        ends(runs, 240)
+        assert [run.end(10) for run in runs] == [1, 2], "\n".join(run.text() for run in runs)
+    assert "rank 1 ended first, with exit code 2; see what node1 printed" in runs[0].text(), runs[0].text()
+    assert "no config.json there" in runs[1].text()
+
+
+def test_the_link_between_nodes_is_lost(tiny, tmp_path):
+    """Each side ends by itself, and says whom it cannot reach."""
+    with Nodes() as nodes:
+        runs = training(nodes, tiny, tmp_path)
+        nodes.cut()
+        ends(runs, 30)
+        assert all(run.end(10) not in (0, 75) for run in runs)
+    first, other = (run.text() for run in runs)
+    assert f"rank 0 on node0 failed: rank 1 on node1 ({ADDRESSES[1]}) is gone without a word" in first, first
+    assert f"rank 1 on node1 failed: no answer from {ADDRESSES[0]}" in other, other
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -1,22 +1,19 @@
-"""--reward_control in whole runs: nothing of the reward is learned from. Leaks are put in, and each is seen.
+"""--reward_control in whole runs: nothing of the reward is learned from.
 
-A run with a control ends with the very weights of a run without one, whose verifier or truths are what the control
-stands for. Both choose among samples by reward (--generation_size, --dynamic_sampling_rounds), as an advantage does.
+A run with a control ends with the very weights of a run without one, whose verifier is what the control stands for
+(tests/unit/test_rewards.py has shuffled truths). Both choose among samples by reward (--generation_size,
+--dynamic_sampling_rounds), as an advantage does.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import json
-import sys
 
 import pytest
 from helpers import VERIFIERS, folder_of, run_here, tiny_args
-from mutations import load_mutated
 
+import grpo
 import rewards
-from runtime.data import prompt_order
 
 PROBLEMS = 12
 FLAGS = {
@@ -33,145 +30,47 @@ pytestmark = pytest.mark.slow
 def source(tmp_path):
     """Sums whose truths are of one to three digits, so that they can be told apart by the test's verifier."""
     rows = [{"question": f"{k} + {10 ** (k % 3)} = ?", "answer": str(10 ** (k % 3))} for k in range(PROBLEMS)]
-    return written(tmp_path / "problems.jsonl", rows)
-
-
-def written(file, rows):
+    file = tmp_path / "problems.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return file
 
 
-def with_other_truths(source, args, preflight):
-    """The problems as a file in which each has the truth that --reward_control shuffled judges it by."""
-    problems, *_ = preflight(args)
-    others = rewards.other_problems(problems, args.seed)
-    truths = {problem.row["question"]: others[id(problem)].truth for problem in problems}
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    changed = [row | {"answer": truths[row["question"]]} for row in rows]
-    assert changed != rows
-    return written(source.with_name("other_problems.jsonl"), changed)
-
-
-def weights_after(args, script: str) -> str:
+def weights_after(args, script: str) -> bytes:
     run_here(args, script)
-    digest = hashlib.sha256()
-    for file in sorted((folder_of(args, script) / "model").glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return (folder_of(args, script) / "model" / "model.safetensors").read_bytes()
 
 
-def with_control(control: str, tiny, source, out, script: str) -> str:
-    return weights_after(
-        tiny_args(tiny, out / "control", script, dataset=str(source), reward_control=control, **FLAGS), script
-    )
-
-
-def with_its_stand_in(control: str, tiny, source, out, script: str) -> str:
-    changes = {
-        "format": {"verifier": f"{VERIFIERS}:only_well_formed"},
-        "inverted": {"verifier": f"{VERIFIERS}:wrong"},
-        "shuffled": {},
-        "none": {},
-    }[control]
-    args = tiny_args(tiny, out / "stand_in", script, dataset=str(source), **FLAGS | changes)
-    if control == "shuffled":
-        args.dataset = str(with_other_truths(source, args, importlib.import_module(script).preflight))
-    return weights_after(args, script)
-
-
-@pytest.mark.parametrize("control", ["format", "inverted", "shuffled"])
+@pytest.mark.parametrize("control, verifier", [("format", "only_well_formed"), ("inverted", "wrong")])
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_a_control_trains_as_its_stand_in_does(control, script, tiny, source, tmp_path):
-    found = with_control(control, tiny, source, tmp_path, script)
-    assert found == with_its_stand_in(control, tiny, source, tmp_path, script)
-    assert found != with_its_stand_in("none", tiny, source, tmp_path / "plain", script)
-
-
-# (control, file, text, text in its place): ways in which the reward could come through
-LEAKS = [
-    ("format", "rewards.py", 'found.parts.get("format", 0.0)', "found.score"),
-    ("format", "rewards.py", "    sample.reward = reward\n", "    sample.reward = reward + 0.01 * sample.score\n"),
-    ("format", "runtime/data/prompt_order.py", "-samples[i].reward", "-samples[i].score"),
-    ("format", "runtime/data/prompt_order.py", ".add(sample.reward)", ".add(sample.score)"),
-    ("format", "grpo.py", "[s.reward for s in samples], dtype", "[s.score for s in samples], dtype"),
-    ("inverted", "rewards.py", "    sample.reward = reward\n", "    sample.reward = reward + 2 * sample.score\n"),
-    ("inverted", "grpo.py", "[s.reward for s in samples], dtype", "[s.score for s in samples], dtype"),
-    ("shuffled", "rewards.py", "own[1:] + own[:1]", "own[:1] + own[2:] + own[1:2]"),
-    ("shuffled", "rewards.py", "else other.score", "else found.score"),
-    ("shuffled", "grpo.py", "[s.reward for s in samples], dtype", "[s.score for s in samples], dtype"),
-]
-
-
-def put_in(monkeypatch, file: str, text: str, other: str) -> str:
-    """Have a leak in what a run calls; the name of the script to run."""
-    mutated = load_mutated("leaky", file, text, other)
-    if file == "grpo.py":
-        monkeypatch.setitem(sys.modules, "leaky", mutated)
-        return "leaky"
-    module, names = {
-        "rewards.py": (rewards, ("control_reward", "deal_out", "other_problems")),
-        "runtime/data/prompt_order.py": (prompt_order, ("best_of", "equal_groups")),
-    }[file]
-    for name in names:
-        monkeypatch.setattr(module, name, getattr(mutated, name))
-    return "grpo"
-
-
-@pytest.mark.parametrize("control, file, text, other", LEAKS)
-def test_a_leak_is_seen(control, file, text, other, tiny, source, tmp_path, monkeypatch):
-    """Only in the run with the control: its stand-in has none."""
-    right = with_its_stand_in(control, tiny, source, tmp_path, "grpo")
-    with monkeypatch.context() as patch:
-        script = put_in(patch, file, text, other)
-        assert with_control(control, tiny, source, tmp_path, script) != right
-
-
-def dealt(tiny, source, out, script: str, monkeypatch) -> tuple[list[list[float]], list[list[float]]]:
-    """(rewards that the advantages are made from, scores of the samples) of each step with --reward_control random."""
-    module = importlib.import_module(script)
-    plain = module.group_advantages
-    learned, scores = [], []
-
-    def advantages(rewards_PG, *more):
-        learned.append(rewards_PG.flatten().tolist())
-        return plain(rewards_PG, *more)
-
-    deal_out = rewards.deal_out
-
-    def dealing(samples, args):
-        scores.append([sample.score for sample in samples])
-        deal_out(samples, args)
-
-    monkeypatch.setattr(module, "group_advantages", advantages)
-    monkeypatch.setattr(rewards, "deal_out", dealing)
-    flags = FLAGS | {"generation_size": None, "dynamic_sampling_rounds": 0, "total_steps": 4}
-    run_here(tiny_args(tiny, out, script, dataset=str(source), reward_control="random", **flags), script)
-    return learned, scores
-
-
-def looks_dealt(learned: list[list[float]], scores: list[list[float]]) -> bool:
-    """The rewards of each batch are those that there were, and in some batch another sample has them."""
-    kept = [sorted(a) == sorted(b) for a, b in zip(learned, scores, strict=True)]
-    return all(kept) and learned != scores
+def test_a_control_trains_as_its_stand_in_does(control, verifier, script, tiny, source, tmp_path):
+    """And as no run without a control does."""
+    flags = FLAGS | {"dataset": str(source)}
+    found = weights_after(tiny_args(tiny, tmp_path / "control", script, reward_control=control, **flags), script)
+    stand_in = flags | {"verifier": f"{VERIFIERS}:{verifier}"}
+    assert found == weights_after(tiny_args(tiny, tmp_path / "stand_in", script, **stand_in), script)
+    assert found != weights_after(tiny_args(tiny, tmp_path / "plain", script, **flags), script)
 
 
 def test_random_rewards_are_learned_from_as_they_are_dealt(tiny, source, tmp_path, monkeypatch):
-    learned, scores = dealt(tiny, source, tmp_path, "grpo", monkeypatch)
+    """The rewards of each batch are those that there were, and in some batch another sample has them."""
+    learned, scores = [], []
+    advantages, deal_out = grpo.group_advantages, rewards.deal_out
+
+    def noted_advantages(rewards_PG, *more):
+        learned.append(rewards_PG.flatten().tolist())
+        return advantages(rewards_PG, *more)
+
+    def noted_dealing(samples, args):
+        scores.append([sample.score for sample in samples])
+        deal_out(samples, args)
+
+    monkeypatch.setattr(grpo, "group_advantages", noted_advantages)
+    monkeypatch.setattr(rewards, "deal_out", noted_dealing)
+    flags = FLAGS | {"generation_size": None, "dynamic_sampling_rounds": 0, "total_steps": 4}
+    run_here(tiny_args(tiny, tmp_path, dataset=str(source), reward_control="random", **flags))
     assert len(learned) == 4 and any(len(set(batch)) > 1 for batch in scores)
-    assert looks_dealt(learned, scores)
-
-
-RANDOM_LEAKS = [
-    ("rewards.py", 'random.Random(f"{args.seed}/{content}").shuffle(rewards)', "pass"),
-    ("grpo.py", "[s.reward for s in samples], dtype", "[s.score for s in samples], dtype"),
-    ("rewards.py", "    sample.reward = reward\n", "    sample.reward = reward + 0.01 * sample.score\n"),
-]
-
-
-@pytest.mark.parametrize("file, text, other", RANDOM_LEAKS)
-def test_a_leak_of_the_random_control_is_seen(file, text, other, tiny, source, tmp_path, monkeypatch):
-    script = put_in(monkeypatch, file, text, other)
-    assert not looks_dealt(*dealt(tiny, source, tmp_path, script, monkeypatch))
+    assert [sorted(batch) for batch in learned] == [sorted(batch) for batch in scores]
+    assert learned != scores
 
 
 def test_evaluations_do_not_see_a_control(tiny, source, tmp_path):

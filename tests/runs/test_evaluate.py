@@ -268,43 +268,37 @@ def test_a_run_is_evaluated_by_the_script_that_trained_it(edited, tmp_path):
     assert sum(lengths) / len(lengths) == last["eval/length_mean"]
 
 
-def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys):
+def test_a_script_that_is_gone_or_another_one_is_refused(edited, capsys, refused):
     """Its engine is part of the measurement; --accept_changed_code takes today's, and says so."""
     folder, copy = edited
     text = copy.read_text()
     try:
         copy.write_text(text + "# an edit\n")
         identity._digests.cache_clear()  # files are read once per process, and the run was one of this
-        with pytest.raises(SystemExit) as end:
-            evaluate.parse(["--run", str(folder)])
-        said = capsys.readouterr().err
-        assert end.value.code == 2 and "edited_grpo.py has changed since the run" in said
+        said = refused(evaluate.parse, ["--run", str(folder)])
+        assert "edited_grpo.py has changed since the run" in said
         assert "restore it" in said and "--accept_changed_code" in said
         args, *_, script = evaluate.parse(["--run", str(folder), "--accept_changed_code", "--mark", "another"])
         assert args.mark == "another" and script.resolve() == copy
         assert "warning: since the run" in capsys.readouterr().err
         copy.unlink()
-        with pytest.raises(SystemExit) as end:
-            evaluate.parse(["--run", str(folder), "--accept_changed_code"])
-        assert end.value.code == 2 and "does not exist any more" in capsys.readouterr().err
+        assert "does not exist any more" in refused(evaluate.parse, ["--run", str(folder), "--accept_changed_code"])
     finally:
         copy.write_text(text)
         identity._digests.cache_clear()
 
 
-def test_a_run_with_flags_that_its_script_no_longer_has_is_refused(run, tmp_path, capsys):
+def test_a_run_with_flags_that_its_script_no_longer_has_is_refused(run, tmp_path, refused):
     """Reject the run instead of evaluating it without them: its verifier or its data may have had another name."""
     folder = run[0]
     config = json.loads((folder / "config.json").read_text())
     config["args"]["reward_fn"] = config["args"].pop("verifier")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as end:
-        evaluate.parse(["--run", str(tmp_path)])
-    message = capsys.readouterr().err
-    assert end.value.code == 2 and "no longer has flags of this run (--reward_fn)" in message and "commit" in message
+    message = refused(evaluate.parse, ["--run", str(tmp_path)])
+    assert "no longer has flags of this run (--reward_fn)" in message and "commit" in message
 
 
-def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edited, tmp_path, capsys):
+def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edited, tmp_path, capsys, refused):
     """A reward function that was edited gives other scores; a flag that was hidden in config.json is not its value."""
     folder, _ = edited
     config = json.loads((folder / "config.json").read_text())
@@ -314,9 +308,7 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
     assert "warning: since the run, rewards.py has changed" in capsys.readouterr().err
     config["args"]["mark"] = "***"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit) as end:
-        evaluate.parse(["--run", str(tmp_path)])
-    assert end.value.code == 2 and "--mark: a secret" in capsys.readouterr().err
+    assert "--mark: a secret" in refused(evaluate.parse, ["--run", str(tmp_path)])
     assert evaluate.parse(["--run", str(tmp_path), "--mark", "given"])[0].mark == "given"
 
 
@@ -333,7 +325,7 @@ def with_eval_dataset(run, tmp_path) -> Path:
     return folder
 
 
-def test_a_run_with_eval_dataset_is_evaluated_on_it_or_on_other_data(with_eval_dataset, tmp_path, capsys):
+def test_a_run_with_eval_dataset_is_evaluated_on_it_or_on_other_data(with_eval_dataset, tmp_path, refused):
     """--dataset names what to evaluate on, whatever the run evaluated on; nothing complains of the run's own flag."""
     asked = lambda found: [problem.messages[-1]["content"] for problem in found]  # noqa: E731
     args, _, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset)])
@@ -342,9 +334,9 @@ def test_a_run_with_eval_dataset_is_evaluated_on_it_or_on_other_data(with_eval_d
     other.write_text("".join(f'{{"question": "9 + {i} =", "answer": "{9 + i}"}}\n' for i in range(4)))
     args, _, _, held_out, _ = evaluate.parse(["--run", str(with_eval_dataset), "--dataset", str(other)])
     assert asked(evaluate.problems_of(args, held_out)) == ["9 + 0 =", "9 + 1 =", "9 + 2 ="]
-    with pytest.raises(SystemExit) as end:
-        evaluate.parse(["--run", str(with_eval_dataset), "--eval_dataset", str(other)])
-    assert end.value.code == 2 and "name what to evaluate on by --dataset" in capsys.readouterr().err
+    assert "name what to evaluate on by --dataset" in refused(
+        evaluate.parse, ["--run", str(with_eval_dataset), "--eval_dataset", str(other)]
+    )
 
 
 @pytest.mark.integration

@@ -1,6 +1,6 @@
 """Every argument of the scripts does something: tests/flag_effect_rows.py has a row for each.
 
-python -m pytest tests/runs/test_flag_effects.py -m slow    every flag of both scripts, and flags unhooked in copies
+python -m pytest tests/runs/test_flag_effects.py -m slow    every flag of both scripts
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 
-import broken_scripts
 import flag_effect_rows
 import flag_effects
 import pytest
@@ -144,23 +143,3 @@ def test_nothing_differs_without_a_flag(examined):
         for name in flag_effects.CONTROLS:
             differences, _ = examined[script, name]
             assert differences == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", range(len(flag_effect_rows.UNHOOKED)), ids=[case.what for case in flag_effect_rows.UNHOOKED]
-)
-def test_a_flag_that_is_unhooked_is_found_dead(number):
-    """After the edit it is parsed, checked and recorded as before, and does nothing; in one script and the other."""
-    breakage = flag_effect_rows.UNHOOKED[number]
-    dead, text = flag_effects.unhooked(breakage, breakage.scripts[number % len(breakage.scripts)])
-    assert dead, text
-
-
-@pytest.mark.parametrize(("breakage", "file"), flag_effect_rows.UNHOOKED_CASES, ids=lambda x: getattr(x, "what", x))
-def test_every_edit_that_unhooks_a_flag_still_applies(breakage, file):
-    """Each edit finds its text exactly once, changes it, and leaves Python."""
-    files = broken_scripts.project_files(ROOT)
-    for name, text in broken_scripts.edited(files, breakage, file).items():
-        assert text != files[name]
-        compile(text, name, "exec")

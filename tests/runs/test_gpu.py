@@ -6,20 +6,19 @@ start vLLM or several processes are slow), and on "cuda", marked gpu. A limit th
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import time
 from pathlib import Path
 
 import benchmark
+import kept_memory
 import pytest
 import torch
-from helpers import ROOT, alone, command, finish, make_samples, read_jsonl
+from helpers import ROOT, alone, command, finish, read_jsonl
 
 import grpo
 import utils
-from runtime.arguments import flags
 from runtime.data.samples import Problem, Sample
 from runtime.system import watchdog
 from runtime.training import deepspeed_zero, pretrained
@@ -75,52 +74,12 @@ def test_the_device_computes_as_fast_as_its_kind(place, monkeypatch):
 
 
 @on_both
-def test_the_layouts_are_one_function(place, tiny):
-    """Log-probs and gradient of padded, packed and shared rows: rounding apart, the same, also where prefixes agree."""
-    limit = {"cpu": (1e-5, 1e-5), "cuda": (1e-2, 2e-2)}[place]
-    samples = make_samples(4, 6)
-    for sample in samples[1::3]:  # beyond the prompt, groups share what their responses begin with
-        count = min(3, len(sample.response_ids), len(samples[0].response_ids))
-        sample.response_ids[:count] = samples[0].response_ids[:count]
-    policy = policy_of(str(tiny), place)
-    found = {}
-    for layout in utils.LAYOUTS:
-        policy.zero_grad(set_to_none=True)
-        logprobs, gradients, _ = benchmark.update(policy, samples, layout, 128)
-        found[layout] = logprobs, torch.cat([g.flatten().float() for g in gradients])
-    padded, gradient = found["padded"]
-    for layout, (logprobs, other) in found.items():
-        error = ((other - gradient).norm() / gradient.norm()).item()
-        print(f"{place} {layout}: {(logprobs - padded).abs().mean():.1e} nats, gradient {error:.1e}")
-        assert (logprobs - padded).abs().mean() < limit[0] and error < limit[1]
-
-
-@on_both
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_model_is_accepted(place, family, tmp_path):
     """Plain attention, biases, norms of queries and keys: the log-probs of a layout are those of the model itself."""
     policy = policy_of(random_model(tmp_path, family), place)
     for layout in ("padded", "shared"):
         utils.check_forward(policy, layout, 2, 200)
-
-
-@on_both
-def test_a_model_whose_layout_is_wrong_is_refused(place, tmp_path, monkeypatch, capsys):
-    """Rows whose tokens are all at the first position are noticed on this device, too."""
-    policy = policy_of(random_model(tmp_path, "llama"), place)
-    plain = utils.micro_batches
-
-    def without_positions(*rest, layout, **options):
-        batches = list(plain(*rest, layout=layout, **options))
-        if layout == "shared":
-            for batch in batches:
-                batch.position_ids.zero_()
-        return batches
-
-    monkeypatch.setattr(utils, "micro_batches", without_positions)
-    with pytest.raises(SystemExit):
-        utils.check_forward(policy, "shared", 2, 200)
-    assert "--batch_layout shared" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ the engine, the push
@@ -184,23 +143,6 @@ def perturb(policy: utils.TokenLogprobs, seed: int) -> None:
         noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=torch.float32)
         size = torch.maximum(p.float().std().nan_to_num(0), 0.2 * p.float().abs().mean()).clamp(min=0.01)
         p += (0.1 * size * noise).to(p.dtype)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_noise_moves_every_weight_in_bf16(family, tmp_path):
-    """As the tests of pushes need it on a GPU: after each of two, no parameter has the sum that it had."""
-    model = pretrained.load_model(grpo.Args(model_name_or_path=random_model(tmp_path, family)), torch.bfloat16, "sdpa")
-    policy = utils.TokenLogprobs(model, 1.0, 1024)
-
-    def sums() -> dict[str, float]:
-        return {name: p.double().square().sum().item() for name, p in policy.named_parameters()}
-
-    before = sums()
-    for seed in (1, 2):
-        perturb(policy, seed)
-        after = sums()
-        assert [name for name in before if before[name] == after[name]] == []
-        before = after
 
 
 @pytest.mark.parametrize(
@@ -337,26 +279,13 @@ def test_a_borrowed_device_keeps_nothing(place):
     deepspeed_zero.return_device(module)
 
 
-SLEEPS = {
-    "cpu": ("--vllm_sleep", "all"),
-    "cuda": ("--vllm_sleep", "all"),
-}
-
-
 def sleeping(place: str, tiny: Path, out: Path) -> list[str]:
     """The command line of a run of five steps whose parts sleep in turns."""
-    words = ("--total_steps", "5", "--dtype", str(DTYPE[place]).removeprefix("torch."), *SLEEPS[place])
+    words = ("--total_steps", "5", "--dtype", str(DTYPE[place]).removeprefix("torch."), "--vllm_sleep", "all")
     line = command(tiny, out, *words, rollout={"cpu": "hf", "cuda": "vllm"}[place])
     if place == "cuda":  # in place of a small cache, which would take the place of the share
         line[line.index("--vllm_args") + 1] = '{"gpu_memory_utilization": 0.85}'
     return line
-
-
-def test_the_share_of_an_engine_that_sleeps_is_not_a_fixed_cache(tiny, tmp_path):
-    """Else its 85 % of the GPU would be 0.1 GiB, and the test of sleeping would show nothing."""
-    line = sleeping("cuda", tiny, tmp_path)
-    assert flags.engine_args(flags.parse(grpo.Args, words=line[2:]).vllm_args) == {"gpu_memory_utilization": 0.85}
-    assert "kv_cache" in flags.parse(grpo.Args, words=sleeping("cpu", tiny, tmp_path)[2:]).vllm_args
 
 
 @on_both_slow
@@ -382,42 +311,11 @@ def test_what_the_trainer_holds(place, offload, expected):
     alone(check_memory, place, offload, {False: 14, True: 20}[offload] if place == "cpu" else expected)
 
 
-def live_bytes(place: str) -> int:
-    """Return the device memory of all tensors: by torch's allocator on a GPU, by counting storages on a CPU."""
-    gc.collect()
-    if place == "cuda":
-        return torch.cuda.memory_allocated()
-    seen = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
-
-
 def check_memory(place: str, offload: bool, expected: float) -> None:
     args = grpo.Args(dtype="bfloat16", offload=("optimizer",) * offload)
-    plain = deepspeed_zero.deepspeed_config
-
-    def small_buckets(*rest):
-        config = plain(*rest)  # whose size does not grow with the model
-        config["zero_optimization"] |= {"reduce_bucket_size": 2**18, "allgather_bucket_size": 2**18}
-        return config
-
-    deepspeed_zero.deepspeed_config = small_buckets
-    accelerator = deepspeed_zero.make_accelerator(args, torch.bfloat16, torch.device(place))
-    empty = live_bytes(place)
-    width = {"cpu": 512, "cuda": 4096}[place]
-    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(32)]
-    model = torch.nn.Sequential(*layers).bfloat16().to(place)
-    policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
-    x = torch.randn(4, width, dtype=torch.bfloat16, device=place)
-    deepspeed_zero.backward(policy, policy(x).float().square().mean(), True)
-    per_parameter = (live_bytes(place) - empty) / (32 * width * width)
-    print(f"{place}, offload {offload}: {per_parameter:.2f} bytes per parameter")
-    assert per_parameter == pytest.approx(expected, rel=0.1, abs=0.3)
+    found = kept_memory.bytes_per_parameter(place, args, (True,), {"cpu": 512, "cuda": 4096}[place])
+    print(f"{place}, offload {offload}: {found:.2f} bytes per parameter")
+    assert found == pytest.approx(expected, rel=0.1, abs=0.3)
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
@@ -463,17 +361,3 @@ def test_the_quickstart(place, script, tmp_path):
     print(f"{place} {script}: pass@1 {before:.3f} -> {after:.3f} in {seconds:.0f} s, {len(steps)} steps")
     if whole:
         assert before < 0.3 and after >= 0.75
-
-
-@on_both_slow
-def test_the_phases_stay_near_the_floor(place, tiny, tmp_path):
-    """studies/benchmark.py: a phase takes no more than a stated multiple of what the device must take at least."""
-    words = ["--json", str(tmp_path / "numbers.json"), "--repeats", "1"]
-    if place == "cpu":
-        words += ["--model_name_or_path", str(tiny), "--num_unique_prompts_rollout", "2", "--skip_engine"]
-    finish([sys.executable, str(ROOT / "studies" / "benchmark.py"), *words], tmp_path / "log", 500)
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
-    for phase in ("shared", "optimizer"):
-        share = numbers["floor_seconds"][phase] / min(numbers["seconds"][phase])
-        print(f"{numbers['machine']}, {phase}: {share:.3f} of the floor")
-        assert 0 < share < 1.5

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
-import random
 import signal
 import subprocess
 import sys
@@ -15,25 +15,29 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers import (
     LONG,
     ROOT,
-    STALLS,
+    VERIFIERS,
     Run,
     alive,
     command,
     descendants,
     finish,
+    forked,
     heed_interrupts,
     logged,
-    read_jsonl,
     record,
     run_environment,
+    run_here,
     saved,
+    tiny_args,
     with_program,
 )
 
-from runtime.system import process
+import utils
+from runtime.system import process, watchdog
 
 CASES = [("grpo", 1, "hf"), ("grpo", 2, "hf"), ("ppo", 1, "hf"), ("ppo", 2, "hf")]
 CASES += [("grpo", 1, "vllm"), ("ppo", 2, "vllm")]
@@ -146,21 +150,57 @@ def test_what_stood_for_the_console_can_be_put_back():
     assert (done.returncode, done.stdout, done.stderr) == (0, b"a response\n", b"a warning\n")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_on_a_pipeline_saves(tiny, tmp_path, ranks):
-    """The terminal's signal ends `tee` too: what is said after it has no reader, and the checkpoint is written."""
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    run = Run(command(tiny, tmp_path, *LONG, ranks=ranks), tmp_path / "pipe")
-    run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
-    run.log.touch()
-    run.until(lambda: logged(tmp_path) >= 2)
-    assert b"step 1/" in os.read(reader, 2**16)
-    os.close(reader)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.end(60) == 75
-    assert saved(tmp_path) == logged(tmp_path) >= 2
+KILLED = """
+from runtime.system import process
+process.prepare_environment()
+import os, signal
+import torch
+import tyro
+import grpo
+from runtime.run import logger
+
+if __name__ == "__main__":  # the reward workers import this file
+    plain_step, plain, steps = logger.RunLog.step, OWNER.NAME, []
+
+    def step(self, metrics, *rest):
+        plain_step(self, metrics, *rest)
+        steps.append(metrics["step"])
+
+    def once(*given, **named):
+        if steps[-1:] == [2] and not os.path.exists("MARK"):
+            open("MARK", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*given, **named)
+
+    logger.RunLog.step, OWNER.NAME = step, once
+    args = tyro.cli(grpo.Args)
+    grpo.main(args, grpo.preflight(args))
+"""
+EACH_STEP = ("--total_steps", "4", "--save_every", "1", "--beta", "0.1", "--num_mini_batches", "2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory) -> dict:
+    """The record of a run that nobody kills."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    finish(command(tiny, out, *EACH_STEP), out / "log")
+    return record(out / "run")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "owner, name, resumed",
+    [("torch", "save", 1), ("os", "replace", 1), ("grpo.Engine", "ask", 2), ("grpo", "token_loss", 2)],
+    ids=["a save begins", "a save gets its name", "a batch is asked for", "an update"],
+)
+def test_killed_anywhere_equals_undisturbed(undisturbed, tiny, tmp_path, owner, name, resumed):
+    """kill -9 after the record of step 2 of 4: no saved step is lost, and every number, sample and weight is equal."""
+    program = KILLED.replace("OWNER", owner).replace("NAME", name).replace("MARK", str(tmp_path / "mark"))
+    line = with_program(command(tiny, tmp_path, *EACH_STEP), tmp_path, program)
+    codes, text = forked(line[1:], tmp_path / "first.log")
+    assert codes == [-signal.SIGKILL], text
+    assert f"resuming after step {resumed}" in finish(line, tmp_path / "second.log")
+    assert record(tmp_path / "run") == undisturbed
 
 
 @pytest.mark.slow
@@ -175,6 +215,7 @@ def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollo
     run.until(lambda: saved(parts) == 3)
     os.kill(run.ranks()[-1] if ranks > 1 else run.process.pid, signal.SIGKILL)
     assert run.end(60) != 0 and not (parts / "run" / "model").exists()
+    assert ranks == 1 or "ended first, by signal 9 (Killed)" in run.text()
     assert "resuming after step 3" in finish(line, tmp_path / "second.log")
     expected, got = record(tmp_path / "straight" / "run"), record(parts / "run")
     for key in expected:
@@ -182,77 +223,34 @@ def test_killed_and_resumed_equals_straight(tiny, tmp_path, script, ranks, rollo
 
 
 @pytest.mark.slow
-def test_killed_at_ten_moments(tiny, tmp_path):
-    """A run that saves after every step, killed 10 times, half of them in a save: each resume loses no saved step."""
-    line = command(tiny, tmp_path, "--total_steps", "5000", "--save_every", "1", "--eval_prompts", "0")
-    folder, r = tmp_path / "run" / "checkpoints", random.Random(0)
-
-    def one_life(k: int, before: int) -> bool:
-        """Until it is killed some time after its first save; whether that was in a save."""
-        run = Run(line, tmp_path / f"{k}.log")
-        run.until(lambda: saved(tmp_path) > before)
-        if k % 2:
-            while not any(folder.glob("*.partial")):  # a save takes milliseconds: nothing else between two looks
-                assert run.process.poll() is None, run.text()
-            time.sleep(r.random() * 0.02)
-        else:
-            time.sleep(r.random() * 1.5)
-        run.kill()
-        resumed = run.text().split("resuming after step ")[1:]
-        assert [int(text.split(",")[0]) for text in resumed] == ([before] if before else []), run.text()
-        assert logged(tmp_path) - saved(tmp_path) <= 1, "more than the step since the last save is lost"
-        return any(folder.glob("*.partial"))
-
-    in_a_save, before = 0, 0
-    for k in range(10):
-        in_a_save += one_life(k, before)
-        before = saved(tmp_path)
-    print(f"10 kills, {in_a_save} of them in a save, {before} steps")
-    assert in_a_save >= 3
-    last = Run(line, tmp_path / "last.log")
-    last.until(lambda: saved(tmp_path) > before)
-    os.kill(last.process.pid, signal.SIGTERM)
-    assert last.end(30) == 75
-    steps = [m["step"] for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    assert steps == list(range(1, saved(tmp_path) + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
-def test_a_signal_saves_and_ends_with_75(tiny, tmp_path, name):
-    if name == "SIGHUP":
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all of this would ignore it, as a run then should
-    run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
-    run.until(lambda: logged(tmp_path) >= 2)
-    for pid in filter(alive, run.seen):
-        os.kill(pid, getattr(signal, name))  # as Slurm or a terminal does, to the children, too
-    os.kill(run.process.pid, getattr(signal, name))
-    assert run.end(30) == 75, run.text()
-    assert saved(tmp_path) == logged(tmp_path) >= 2 and f"{name}: saving after this step" in run.text()
-    assert all(m["reward/errors"] == 0 for m in read_jsonl(tmp_path / "run" / "metrics.jsonl")), "workers acted on it"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("whom", ["launcher", "one rank"])
+@pytest.mark.parametrize("whom", ["launcher", "one rank", "terminal"])
 def test_a_signal_with_two_ranks(tiny, tmp_path, whom):
-    """All ranks stop after the same step, and the launcher keeps the code."""
-    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "log")
+    """All ranks stop after the same step, and the launcher keeps the code; a terminal's Ctrl-C ends `| tee` before."""
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    run = Run(command(tiny, tmp_path, *LONG, ranks=2), tmp_path / "pipe")
+    run.log = tmp_path / "log"  # of nothing, for the messages of this test: the run speaks to the pipe
+    run.log.touch()
     run.until(lambda: logged(tmp_path) >= 2)
-    os.kill(run.process.pid if whom == "launcher" else run.ranks()[1], signal.SIGTERM)
-    assert run.end(60) == 75, run.text()
-    assert saved(tmp_path) == logged(tmp_path) >= 2 and run.text().count("saving after this step") >= 1
+    assert b"step 1/" in os.read(reader, 2**16)
+    if whom == "terminal":
+        os.close(reader)
+        os.killpg(run.process.pid, signal.SIGINT)
+    else:
+        os.kill(run.process.pid if whom == "launcher" else run.ranks()[1], signal.SIGTERM)
+    assert run.end(60) == 75
+    assert saved(tmp_path) == logged(tmp_path) >= 2
 
 
 @pytest.mark.slow
-def test_other_moments_and_signals(tiny, tmp_path):
-    """SIGUSR2 prints stacks and the run goes on; a second signal ends at once; before the first step one is enough."""
-    run = Run(command(tiny, tmp_path, *LONG, "--verifier", f"{ROOT}/tests/verifiers.py:slow"), tmp_path / "log")
+def test_a_second_signal_ends_at_once(tiny, tmp_path):
+    """Before the first step, as the stacks show; its samples take 5 seconds each to verify."""
+    run = Run(command(tiny, tmp_path, *LONG, "--verifier", f"{VERIFIERS}:slow"), tmp_path / "log")
     run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
-    while "in evaluate" not in run.text():  # before the first step; its samples take 5 seconds each to verify
+    while "in evaluate" not in run.text():
         os.kill(run.process.pid, signal.SIGUSR2)
         time.sleep(1)
         assert run.process.poll() is None, run.text()
-    assert "most recent call first" in run.text()
     os.kill(run.process.pid, signal.SIGTERM)
     run.until(lambda: "saving after this step" in run.text(), 10)
     time.sleep(1.5)
@@ -260,23 +258,21 @@ def test_other_moments_and_signals(tiny, tmp_path):
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end(10) == 128 + signal.SIGTERM and time.monotonic() - begun < 3 + 10
     assert "again: ending now" in run.text()
-    run = Run(command(tiny, tmp_path / "early", *LONG), tmp_path / "early.log")
-    run.until(lambda: (tmp_path / "early" / "run").exists())  # it is about to import torch
+
+
+@pytest.mark.slow
+def test_a_signal_before_anything_is_loaded(tiny, tmp_path):
+    run = Run(command(tiny, tmp_path, *LONG), tmp_path / "log")
+    run.until(lambda: (tmp_path / "run").exists())  # it is about to import torch
     os.kill(run.process.pid, signal.SIGTERM)
     assert run.end(60) == 75 and "nothing to save" in run.text(), run.text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, victim", [(1, "rank"), (2, "rank"), (2, "launcher")])
-@pytest.mark.parametrize("rollout", ["hf", "vllm"])
+@pytest.mark.parametrize("ranks, victim, rollout", [(1, "rank", "vllm"), (2, "rank", "hf"), (2, "launcher", "vllm")])
 def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     """kill -9 in the middle of a verification that never ends: no process, and the folder can be used again."""
-    hangs = [
-        "--verifier",
-        f"{ROOT}/tests/verifiers.py:hangs_on_a_response",
-        "--call_timeout",
-        "600",
-    ]
+    hangs = ["--verifier", f"{VERIFIERS}:hangs_on_a_response", "--call_timeout", "600"]
     run = Run(command(tiny, tmp_path, *LONG, *hangs, ranks=ranks, rollout=rollout), tmp_path / "log")
     run.until(lambda: (tmp_path / "run" / "config.json").exists())
     time.sleep(3)
@@ -289,147 +285,40 @@ def test_no_orphans(tiny, tmp_path, ranks, victim, rollout):
     assert not [path for path in shared if Path(path).exists()], "shared memory is left over"
 
 
-@pytest.mark.slow
-def test_a_run_that_stands_still_says_where_and_ends(tiny, tmp_path):
-    """On one rank of two; tests/runs/test_faults.py has a run of one."""
-    (tmp_path / "stalls.py").write_text(STALLS)
-    line = command(tiny, tmp_path, *LONG, ranks=2)
-    run = Run([str(tmp_path / "stalls.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
-    run.until(lambda: logged(tmp_path) == 2)
-    assert run.end(30) == 1, run.text()
-    assert "--timeout 12" in run.text() and "no progress on any rank for " in run.text()
-    assert "in stuck" in run.text(), "the stack of the thread that stands still"
+SAVES = "saving after this step and its evaluation"
 
 
-SIGNAL_IN_EVALUATION = """
-from runtime.system import process
-process.prepare_environment()
-import os, signal, time
-import tyro
-import grpo
-import utils
-
-if __name__ == "__main__":  # the reward workers import this file
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "signal_at, total, steps, words",
+    [(1, 3, 1, SAVES), (5, 3, 2, SAVES), (5, 2, 2, "ending after the last evaluation")],
+    ids=["the first one", "one between steps", "the last one"],
+)
+def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, capfd, signal_at, total, steps, words):
+    """The evaluation ends, the step after it is saved (75), or the run is finished (0)."""
     plain, calls = utils.gather_samples, []
 
     def gather(samples):
         calls.append(1)
-        if len(calls) == int(os.environ["SIGNAL_AT"]) and os.environ["RANK"] == "0":
+        if len(calls) == signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
         return plain(samples)
 
-    utils.gather_samples = gather
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-def evaluates(tiny, tmp_path, monkeypatch, ranks: int, steps: int, signal_at: int) -> list[str]:
-    """The command line of a run that evaluates after every step, with a signal to rank 0 in one of the gathers."""
-    monkeypatch.setenv("SIGNAL_AT", str(signal_at))
-    line = command(tiny, tmp_path, "--total_steps", str(steps), "--eval_every", "1", ranks=ranks)
-    return with_program(line, tmp_path, SIGNAL_IN_EVALUATION)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("moment, steps", [("the first evaluation", 1), ("one between steps", 2), ("the last one", 2)])
-def test_a_signal_in_an_evaluation(tiny, tmp_path, monkeypatch, ranks, moment, steps):
-    """To one rank of several: the evaluation ends, the step after it is saved (75), or the run is finished (0)."""
-    finished = moment == "the last one"
-    signal_at = 1 if moment == "the first evaluation" else 5
-    line = evaluates(tiny, tmp_path, monkeypatch, ranks, 2 if finished else 3, signal_at)
-    run = Run(line, tmp_path / "log")
-    assert run.end(600) == (0 if finished else 75), run.text()
-    words = "ending after the last evaluation" if finished else "saving after this step and its evaluation"
-    assert f"SIGTERM: {words}" in run.text()
+    monkeypatch.setattr(utils, "gather_samples", gather)
+    args = tiny_args(tiny, tmp_path, total_steps=total, eval_every=1, eval_prompts=4, run_name="run")
+    finished = steps == total
+    with contextlib.nullcontext() if finished else pytest.raises(SystemExit, match="75"):
+        run_here(args)
+    assert f"SIGTERM: {words}" in "".join(capfd.readouterr())
     assert logged(tmp_path) == steps
     assert saved(tmp_path) == (0 if finished else steps)
     assert (tmp_path / "run" / "model").exists() == finished
 
 
-ENDS_IN_A_PUSH = """
-from runtime.system import process
-process.prepare_environment()
-import os
-import tyro
-import grpo
-import utils
-
-class Inbox:
-    def __init__(self, inbox):
-        self.inbox, self.pushes = inbox, 0
-
-    def get(self):
-        message = self.inbox.get()
-        self.pushes += message[0] == "weights"
-        if self.pushes == 2 and os.environ["RANK"] == "1":
-            print("the thread ends", flush=True)
-            return ("stop",)
-        return message
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain = utils.hf_thread
-    utils.hf_thread = lambda *a: plain(*a[:-2], Inbox(a[-2]), a[-1])
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-@pytest.mark.slow
-def test_an_engine_that_ends_in_a_push_on_one_of_two_ranks(tiny, tmp_path):
-    """The other rank, which goes on to the next step, waits for nobody: both end within seconds, with the reason."""
-    (tmp_path / "push.py").write_text(ENDS_IN_A_PUSH)
-    line = command(tiny, tmp_path, *LONG, "--zero_stage", "3", ranks=2)
-    run = Run([str(tmp_path / "push.py") if w == str(ROOT / "grpo.py") else w for w in line], tmp_path / "log")
-    run.until(lambda: "the thread ends" in run.text())
-    assert run.end(40) == 1, run.text()
-    assert "the rollout thread ended without a message while acknowledgement of new weights was due" in run.text()
-
-
-IMBALANCE = """
-from runtime.system import process
-process.prepare_environment()
-import os, time
-import tyro
-import grpo
-import utils
-from runtime.system.watchdog import Watch
-
-if __name__ == "__main__":  # the reward workers import this file
-    plain, calls = utils.gather_samples, []
-
-    def late(samples):
-        calls.append(1)
-        Watch.current.limit = 8  # of a step: the start depends on the machine
-        for _ in range(32 if len(calls) == 3 and os.environ["RANK"] == "1" else 0):
-            time.sleep(0.5)
-            Watch.heartbeat()
-        return plain(samples)
-
-    utils.gather_samples = late
-    args = tyro.cli(grpo.Args)
-    grpo.main(args, grpo.preflight(args))
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_waits_for_a_slower_one_is_not_stalled(tiny, tmp_path):
-    """Rank 1 works 16 s longer than rank 0, with a limit of 8: nobody is stalled, the run finishes."""
-    (tmp_path / "imbalance.py").write_text(IMBALANCE)
-    line = command(tiny, tmp_path, "--total_steps", "3", ranks=2)
-    line = [str(tmp_path / "imbalance.py") if word == str(ROOT / "grpo.py") else word for word in line]
-    assert "step 3/3" in finish(line, tmp_path / "log")
-
-
 @pytest.mark.integration
-def test_progress_of_any_rank_counts(monkeypatch):
-    """One rank alone, by the store: no end while another beats, and the end soon after all have stopped."""
-    import torch
-
-    from runtime.system import watchdog
-
+def test_progress_of_any_rank_counts(monkeypatch, capfd):
+    """One rank alone, by the store: no end while another beats; soon after all have stopped, its stacks and the end."""
     store = torch.distributed.HashStore()
     monkeypatch.setattr(watchdog, "board", lambda *_: store)
     ends: list[str] = []
@@ -443,11 +332,11 @@ def test_progress_of_any_rank_counts(monkeypatch):
     watch.ended.wait(4)
     watch.close()
     assert ends and "no progress on any rank for" in ends[0]
+    assert "in test_progress_of_any_rank_counts" in capfd.readouterr().err
 
 
 def test_nothing_asks_the_board_after_the_end(monkeypatch):
     """A call over a slow link may take a while; a thread inside of it would abort a process that ends."""
-    from runtime.system import watchdog
 
     class SlowBoard:
         asked = 0
@@ -484,8 +373,6 @@ def test_nothing_asks_the_board_after_the_end(monkeypatch):
 )
 def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, error, words):
     """The message, or why there will be none: another rank's reason goes before its own."""
-    from runtime.system import watchdog
-
     store = SimpleNamespace(check=lambda keys: failure is not None, get=lambda key: failure)
     watch = SimpleNamespace(store=store, heartbeat=lambda: None)
     outbox = queue.Queue()
@@ -501,10 +388,6 @@ def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, er
 
 def test_a_failed_engine_is_freed_before_the_next_is_built(monkeypatch):
     """Its memory is held by the frames of the errors, also of one in whose handling another was raised."""
-    import torch
-
-    from runtime.system import watchdog
-
     built = []
 
     def build() -> None:
@@ -531,8 +414,6 @@ def test_a_failed_engine_is_freed_before_the_next_is_built(monkeypatch):
 
 def test_a_rank_that_leaves_says_why(monkeypatch, capfd):
     """os._exit writes out nothing that is still in a buffer."""
-    from runtime.system import watchdog
-
     codes = []
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: codes.append((code, capfd.readouterr().err)))
     watchdog.Watch._leave("rank 1 failed: no answer")
@@ -541,8 +422,6 @@ def test_a_rank_that_leaves_says_why(monkeypatch, capfd):
 
 def test_a_rank_waits_for_an_engine_that_is_slow():
     """A message that comes after the first look is received, too, and the rank counts as alive until then."""
-    from runtime.system import watchdog
-
     beats, outbox = [], queue.Queue()
     watch = SimpleNamespace(store=SimpleNamespace(check=lambda keys: False), heartbeat=lambda: beats.append(1))
     threading.Timer(0.7, outbox.put, (("sample", 7),)).start()
@@ -554,7 +433,6 @@ def test_a_rank_waits_for_an_engine_that_is_slow():
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, capsys, lost):
     """It may come out of its collective with a reason of its own; then its watchdog ends it, and says why."""
-    from runtime.system import watchdog
 
     class End(BaseException):
         pass
@@ -593,8 +471,6 @@ def test_a_rank_has_five_seconds_to_notice_a_failure_by_itself(monkeypatch, caps
 @pytest.mark.parametrize("several", [False, True])
 def test_a_rank_that_is_gone_may_be_on_a_node_that_cannot_be_reached(monkeypatch, several):
     """With several nodes the message names the network; on one machine the rank was killed."""
-    from runtime.system import watchdog
-
     monkeypatch.setattr(watchdog, "several_nodes", lambda: several)
     watch = SimpleNamespace(_next_rank=lambda: "rank 1")
     why = "killed, no memory, or its node cannot be reached?" if several else "killed, no memory?"

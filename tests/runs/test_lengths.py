@@ -52,18 +52,6 @@ def test_episodes_are_rounded_down_with_a_message(tiny, tmp_path, capsys):
     assert "rounded down" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_a_warm_up_by_ratio_is_the_warm_up_of_as_many_steps(kind):
-    """A quarter of 20 optimizer steps is 5; of 10 it is 2 (2.5, to the even number)."""
-    for total, steps in ((20, 5), (10, 2)):
-        by_ratio = Args(lr_scheduler_type=kind, warmup_steps=0.25)
-        by_steps = Args(lr_scheduler_type=kind, warmup_steps=steps)
-        none = Args(lr_scheduler_type=kind)
-        rates = [utils.learning_rate(i, total, by_ratio) for i in range(total)]
-        assert rates == [utils.learning_rate(i, total, by_steps) for i in range(total)]
-        assert rates != [utils.learning_rate(i, total, none) for i in range(total)]
-
-
 @pytest.mark.integration
 def test_the_warm_up_of_a_run_is_a_fraction_of_its_optimizer_steps(tiny, tmp_path):
     """2 steps of 2 optimizer steps: half of them warm up, by 1/3 and 2/3; the third has the peak."""

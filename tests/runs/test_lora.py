@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import variant
-from helpers import ONE_ENGINE, command, end_engine, finish, load_variant, read_jsonl, tiny_args, with_program
+from helpers import (
+    ONE_ENGINE,
+    answer,
+    command,
+    end_engine,
+    finish,
+    load_variant,
+    read_jsonl,
+    start_engine,
+    with_program,
+)
 from transformers import AutoModelForCausalLM
-
-from runtime.system import watchdog
 
 RANK = 8
 PROMPTS = [[5 + 7 * i % 300 for i in range(70)], [9, 8, 7, 6, 5]]  # the first: more than two cache blocks of 32
@@ -39,20 +45,9 @@ def engine(lora, tiny):
         vllm_args='{"kv_cache_memory_bytes": 107374182}',
         lora_rank=RANK,
     )
-    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
-    line = (args, torch.float32, 0, 1, [2], inbox, outbox)
-    thread = threading.Thread(target=lora.vllm_thread, args=line, daemon=True)
-    thread.start()
-    answer(outbox)
+    inbox, outbox, thread = start_engine(lora, args, [2])
     yield inbox, outbox, args
     end_engine(inbox, thread)
-
-
-def answer(outbox) -> tuple:
-    message = outbox.get(timeout=180)
-    if message[0] == "error":
-        raise message[1]
-    return message
 
 
 def adapted(lora, tiny, args, seed: int):
@@ -123,21 +118,3 @@ def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):
             assert torch.equal(weight, base[name.replace(".base_layer", "")]), name
     moved = [weight.abs().max().item() for name, weight in trained.state_dict().items() if ".lora_B." in name]
     assert min(moved) > 1e-3
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rollout": "hf"}, "only adapters are pushed"),
-        ({"zero_stage": 3}, "only adapters are pushed"),
-        ({"vllm_sleep": "engine"}, "only adapters are pushed"),
-        ({"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
-    ],
-)
-def test_what_needs_all_weights_is_refused(lora, tiny, tmp_path, capsys, change, words):
-    args = tiny_args(tiny, tmp_path, "variant_lora", **{"rollout": "vllm", **change})
-    with pytest.raises(SystemExit) as ended:
-        lora.check_args(args)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err

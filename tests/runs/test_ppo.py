@@ -160,46 +160,6 @@ def test_gae_is_the_plain_loop(gamma, lam):
             assert returns[a + t].item() == pytest.approx(expected + v[t], abs=1e-12)
 
 
-def test_gae_closed_forms():
-    rewards, values, after, offsets = batch_of(LENGTHS)
-    none, everywhere = torch.zeros_like(after), torch.ones(len(LENGTHS), dtype=F64)
-    to_go = grpo.return_to_go(rewards, offsets)
-    torch.testing.assert_close(gae(rewards, values, none, offsets, 1, 1)[0], to_go - values)
-    torch.testing.assert_close(gae(rewards, values, none, offsets, 1, 1)[1], to_go)
-    following = torch.cat([torch.cat([values[a + 1 : b], after[i : i + 1]]) for i, (a, b) in pairs(offsets)])
-    torch.testing.assert_close(gae(rewards, values, after, offsets, 0.9, 0)[0], rewards + 0.9 * following - values)
-    last = torch.zeros_like(rewards)
-    last[torch.tensor(offsets[1:]) - 1] = 5.0
-    assert (gae(last, 0 * values, none, offsets, 1, 1)[0] == 5).all()  # no values: the reward, on every token
-    assert (gae(0 * last, values, values[torch.tensor(offsets[1:]) - 1], offsets, 1, 0)[1] != 0).any()
-    # A value of 1 everywhere and nothing got: all that is ever lost is what an end takes away.
-    advantages = gae(0 * rewards, 0 * rewards + 1, none, offsets, 1, 1)[0]
-    assert (advantages == -1).all()
-    assert (gae(0 * rewards, 0 * rewards + 1, everywhere, offsets, 1, 1)[0] == 0).all()
-
-
-def pairs(offsets):
-    return enumerate(itertools.pairwise(offsets))
-
-
-def test_the_value_after_the_end_is_zero_and_a_cut_is_bootstrapped():
-    """V is c everywhere: what ended got R - c at its last token; what was cut and is bootstrapped R + gamma c - c."""
-    rewards = torch.tensor([0, 0, 1.0, 0, 1.0], dtype=F64)
-    values = torch.full((5,), 0.25, dtype=F64)
-    advantages, returns = gae(rewards, values, torch.tensor([0, 0.25], dtype=F64), [0, 3, 5], 0.5, 1)
-    assert advantages[2].item() == 1 - 0.25 and advantages[4].item() == 1 + 0.5 * 0.25 - 0.25
-    assert returns.tolist() == [0.25, 0.5, 1, 0.5 * (1 + 0.125), 1 + 0.125]
-
-
-def test_nothing_leaks_from_one_response_to_another():
-    rewards, values, after, offsets = batch_of(LENGTHS)
-    whole = gae(rewards, values, after, offsets, 0.9, 0.8)
-    for i, (a, b) in pairs(offsets):
-        alone = gae(rewards[a:b], values[a:b], after[i : i + 1], [0, b - a], 0.9, 0.8)
-        for x, y in zip(whole, alone, strict=True):
-            assert torch.equal(x[a:b], y)
-
-
 @pytest.mark.parametrize("length", range(1, 9))
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_the_reward_is_on_exactly_the_last_token(length, finish):
@@ -738,7 +698,15 @@ def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
         ({"dataset_filter": (1.0, 1.0)}, "--dataset_filter"),
         ({"gae_lambda": 1.1}, "--gae_lambda"),
         ({"gamma": -0.1}, "--gamma"),
-        ({"critic": ("model_name_or_path=./nowhere",)}, "--critic model_name_or_path"),
+        ({"critic": ("model_name_or_path=./nowhere",)}, "--critic model_name_or_path ./nowhere"),
+        ({"critic": ("num_epochs=0",)}, "--critic num_epochs=0"),
+        ({"critic": ("num_epochs=1.5",)}, "--critic num_epochs=1.5"),
+        ({"critic": ("weight_decay=-0.1",)}, "--critic weight_decay=-0.1"),
+        ({"critic": ("weight_decay=much",)}, "'much' is not a number"),
+        ({"critic": ("warmup_steps=1.5",)}, "--critic warmup_steps=1.5"),
+        ({"critic": ("lr_scheduler_type=step",)}, "constant, linear, cosine"),
+        ({"critic": ("epochs=2",)}, "a NAME of"),
+        ({"critic": ("warmup_steps=2",), "disable_value": True}, "--disable_value"),
     ],
     ids=str,
 )

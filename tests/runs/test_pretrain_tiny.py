@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import sys
 
@@ -41,11 +40,6 @@ def test_able_answers_are_right_and_careless_ones_mostly_wrong(task):
     assert rate(task, careless=True) == pytest.approx(right, abs=0.05)
 
 
-def test_a_sum_of_three_terms_is_written_step_by_step():
-    question = f"{tiny_bed.SENTENCES[0]}4 - 1 - 7 ="
-    assert tiny_bed.sum_text(question, random.Random(0), careless=False) == "4 - 1 - 7 = 3 - 7 = -4"
-
-
 def test_the_tokenizer_gives_back_every_text_and_the_template_the_prompt():
     """One token a byte, one for a task's sentence; a system message changes nothing."""
     tokenizer = tiny_bed.make_tokenizer()
@@ -57,49 +51,6 @@ def test_the_tokenizer_gives_back_every_text_and_the_template_the_prompt():
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert prompt == tiny_bed.rendered(question)
     assert len(tokenizer(prompt)["input_ids"]) == 1 + 1 + 3 + 1  # user, the sentence, s u n, assistant
-
-
-def test_the_loss_is_on_the_answers_alone():
-    tokenizer = tiny_bed.make_tokenizer()
-    questions = {task.name: [row["question"] for row in task.rows(20, seed=0)] for task in tiny_bed.TASKS}
-    (ids, labels), _ = next(tiny_bed.batches(SMALL, tokenizer, questions, careless=False))
-    assert ids.shape == labels.shape == (SMALL.rows, ids.shape[1])
-    for row, label in zip(ids.tolist(), labels.tolist(), strict=True):
-        start = row.index(tokenizer.convert_tokens_to_ids("<|assistant|>")) + 1
-        end = row.index(tokenizer.eos_token_id) + 1
-        assert label == [tiny_bed.PADDED] * start + row[start:end] + [tiny_bed.PADDED] * (len(row) - end)
-
-
-def test_with_hints_half_of_the_prompts_show_an_answer_and_those_are_answered_right():
-    """The other half is as careless as without."""
-    recipe = dataclasses.replace(SMALL, batch=64, hints=True)
-    assert (recipe.steps(careless=True), recipe.steps(careless=False)) == (4, 2)
-    tokenizer = tiny_bed.make_tokenizer()
-    truths = {}
-    for task in tiny_bed.TASKS:
-        for row in task.rows(200, seed=0):
-            truths[row["question"]] = (task, row["answer"])
-    questions = {task.name: [q for q in truths if truths[q][0] is task] for task in tiny_bed.TASKS}
-    right = {True: [], False: []}
-    shown = set()
-    for batch in tiny_bed.batches(recipe, tokenizer, questions, careless=True):
-        for ids, labels in batch:
-            for row, label in zip(ids, labels, strict=True):
-                prompt = tokenizer.decode(row[label == tiny_bed.PADDED], skip_special_tokens=True)
-                answer = tokenizer.decode(label[label != tiny_bed.PADDED], skip_special_tokens=True)
-                question, hinted, hint = prompt.removesuffix(")").partition(" (")
-                if question not in truths:  # the example in the sentence of the words has a bracket of its own
-                    first, _, rest = prompt.removesuffix(")").partition("): ")
-                    word, hinted, hint = rest.partition(" (")
-                    question = f"{first}): {word}"
-                task, truth = truths[question]
-                right[bool(hinted)].append(task.verifier(answer, truth, {}).score)
-                if hinted:
-                    assert task.verifier(hint.removeprefix("~"), truth, {}).score == 1.0
-                    shown.add("~" if "~" in hint else "=" if "=" in hint else "")
-    assert set(right[True]) == {1.0} and shown == {"~", "=", ""}
-    assert 100 < len(right[True]) < 160 and len(right[True]) + len(right[False]) == 256
-    assert 0.1 < sum(right[False]) / len(right[False]) < 0.5
 
 
 @pytest.mark.integration
@@ -115,7 +66,7 @@ def test_one_seed_gives_one_model(tmp_path, monkeypatch):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("after", "saved"), [(1, 0), (3, 2), (5, 4), (7, 4), (8, 6)])
+@pytest.mark.parametrize(("after", "saved"), [(3, 2), (5, 4), (8, 6)])
 def test_an_interrupted_training_continues_and_makes_the_same_model(tmp_path, monkeypatch, capsys, after, saved):
     """Interrupted in each phase, at a save, between saves, and while it is judged: equal bit for bit.
 
@@ -180,13 +131,3 @@ def test_the_progress_of_another_recipe_and_a_damaged_file_are_ignored(tmp_path,
     assert tiny_bed.Progress(tmp_path, "another").state == {}
     progress.path.write_bytes(progress.path.read_bytes()[:1000])
     assert tiny_bed.Progress(tmp_path, tiny_bed.identity(SMALL)).state == {}
-
-
-def test_a_model_is_made_anew_when_its_recipe_has_changed(tmp_path):
-    for name in tiny_bed.FILES:
-        (tmp_path / name).write_text("")
-    wanted = tiny_bed.identity(SMALL)
-    assert not tiny_bed.is_complete(tmp_path, wanted)
-    (tmp_path / "pretraining.json").write_text(json.dumps({"identity": wanted}))
-    assert tiny_bed.is_complete(tmp_path, wanted)
-    assert not tiny_bed.is_complete(tmp_path, tiny_bed.identity(dataclasses.replace(SMALL, layers=2)))

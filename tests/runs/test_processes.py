@@ -16,7 +16,6 @@ import torch
 from helpers import (
     ACCELERATE_LAUNCH,
     ROOT,
-    TINY_COMMAND,
     VERIFIERS,
     command,
     finish,
@@ -26,6 +25,7 @@ from helpers import (
     run_here,
     run_to_end,
     tiny_args,
+    with_program,
 )
 from safetensors.torch import load_file
 
@@ -120,26 +120,22 @@ def test_a_lock_that_a_killed_process_left(tiny, tmp_path, monkeypatch):
 
 
 DEAD_THREAD = """
-import sys, time
 from runtime.system import process
-from runtime.run import logger
 process.prepare_environment()
+import os, time
+import tyro
 import grpo
 import utils
-sys.path.insert(0, "tests")
-from helpers import tiny_args
-from pathlib import Path
-import os
 
 def dies(*args):
     print("DIED AT", time.time(), flush=True)
     raise ValueError("the engine broke on purpose")
 
-if os.environ["RANK"] == "{rank}":
-    utils._generate = {action}
 if __name__ == "__main__":  # the reward workers import this file
+    if os.environ["RANK"] == "1":
+        utils._generate = dies
+    args = tyro.cli(grpo.Args)
     try:
-        args = tiny_args(Path("{tiny}"), Path("{out}"))
         grpo.main(args, grpo.preflight(args))
     finally:
         print("never reached", flush=True)
@@ -147,39 +143,41 @@ if __name__ == "__main__":  # the reward workers import this file
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("action, ranks, word", [
-    ("dies", 2, "the engine broke on purpose"),
-    pytest.param("lambda *a: sys.exit(3)", 1, "SystemExit", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_dead_thread_ends_every_rank(tiny, tmp_path, action, ranks, word):
+def test_a_dead_thread_ends_every_rank(tiny, tmp_path):
     """Within 10 seconds, with the thread's own traceback, on every rank, with no launcher to end them."""
-    file = tmp_path / "dead.py"
-    file.write_text(DEAD_THREAD.format(rank=ranks - 1, action=action, tiny=tiny, out=tmp_path / "runs"))
-    codes, text = forked([str(file)], tmp_path / "log", ranks)
+    line = with_program(command(tiny, tmp_path), tmp_path, DEAD_THREAD)
+    codes, text = forked(line[1:], tmp_path / "log", 2)
     ended = time.time()
-    assert 0 not in codes and word in text and "never reached" not in text
-    if "DIED AT" in text:
-        assert ended - float(text.split("DIED AT ")[1].split()[0]) < 20  # ten to notice it, on a busy machine
-    for rank in range(ranks):
-        assert f"rank {rank} failed" in text
-        assert word in text.split(f"rank {rank} failed")[1]
+    assert 0 not in codes and "never reached" not in text
+    assert ended - float(text.split("DIED AT ")[1].split()[0]) < 20  # ten to notice it, on a busy machine
+    for rank in (0, 1):
+        assert "the engine broke on purpose" in text.split(f"rank {rank} failed")[1]
 
 
 @pytest.mark.slow
-def test_two_ranks_then_one(tiny, tmp_path, capsys):
-    """Two steps on two ranks, two more on one, against four on one: the same samples, the same weights up to rounding.
-
-    With a batch ahead, whose samples are of two engines where then there is one.
-    """
-    changes = {"total_steps": 4, "async_steps": 1, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2}
+@pytest.mark.parametrize(
+    "script, ranks, changes",
+    [
+        ("grpo", (2, 1), {"async_steps": 1}),  # with a batch ahead, whose samples are of two engines where then is one
+        ("grpo", (1, 2), {"zero_stage": 1}),
+        ("grpo", (2, 4), {"zero_stage": 3, "offload": "param"}),
+        ("ppo", (2, 1), {"zero_stage": 3}),
+        ("ppo", (1, 2), {"zero_stage": 2, "offload": "optimizer"}),
+    ],
+    ids=str,
+)
+def test_another_number_of_ranks(tiny, tmp_path, script, ranks, changes):
+    """Two steps on some ranks and two more on others, against four on the others: equal up to rounding."""
+    changes = {"total_steps": 4, "num_mini_batches": 2, "eval_prompts": 0, "save_every": 2} | changes
     flags = [f"--{name}={value}" for name, value in (changes | {"keep_checkpoints": 0}).items()]
-    finish(command(tiny, tmp_path / "parts", *flags, ranks=2), tmp_path / "log")
+    finish(command(tiny, tmp_path / "parts", *flags, script=script, ranks=ranks[0]), tmp_path / "first.log")
     go_back(tmp_path / "parts" / "run", 2)
-    runs = {}
+    runs, said = {}, {}
     for name in ("parts", "straight"):
-        runs[name] = run_here(tiny_args(tiny, tmp_path / name, **TINY_COMMAND | changes))
-    said = capsys.readouterr().out
-    assert "changed: 2 rank(s) there, 1 here: the state of the optimizer is resharded" in said
+        line = command(tiny, tmp_path / name, *flags, script=script, ranks=ranks[1])
+        said[name] = finish(line, tmp_path / f"{name}.log")
+        runs[name] = read_jsonl(tmp_path / name / "run" / "metrics.jsonl")
+    assert f"changed: {ranks[0]} rank(s) there, {ranks[1]} here" in said["parts"]
     for got, expected in zip(runs["parts"], runs["straight"], strict=True):
         assert got["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
     weights = [load_file(tmp_path / name / "run" / "model" / "model.safetensors") for name in runs]

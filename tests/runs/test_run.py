@@ -25,49 +25,41 @@ from helpers import (
 from safetensors.torch import load_file
 
 import grpo
+import kl_estimators
 import utils
-from kl_estimators import ESTIMATORS
-from runtime.run import directory, logger
+from runtime.run import logger
 from runtime.system import process
 from runtime.training import deepspeed_zero, pretrained
 
 SLOW = pytest.mark.slow
-SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
-SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
-# Each placement, estimator and gradient once: what a setting computes, test_loss.py and test_kl_estimators.py compare.
-FAST = [("loss", "k1", "naive"), ("loss", "k3", "unbiased"), ("loss", "full", "unbiased"), ("reward", "k2", "unbiased")]
-FAST += [("both", "abs", "unbiased"), ("both", "k4", "unbiased")]
+SETTINGS = [*kl_estimators.settings(grpo), *(("both", name) for name in kl_estimators.estimators(grpo))]
+# Each placement and estimator once: what a setting computes, test_loss.py and test_kl_estimators.py compare.
+FAST = [("loss", "k1"), ("loss", "k3+"), ("loss", "full"), ("reward", "k2"), ("both", "abs"), ("both", "k4")]
 # test_ppo.py finds the lines of grpo.py in ppo.py, word for word: where it adds none, its run is a slow test.
 SCRIPTS = ["grpo", pytest.param("ppo", marks=SLOW)]
 
 
+# Padded rows of one micro-batch, so that tokens are a table; by the second step the policy has left the reference.
+TABLE = {"learning_rate": 1e-2, "batch_layout": "padded", "micro_batch_tokens": 4096, "ignore_eos": True}
+TABLE |= {"log_samples": 16}
+
+
 def final_weights(args, script: str = "grpo") -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(
-        Path(args.output_dir)
-        / directory.run_name(args, importlib.import_module(script).Args())
-        / "model"
-        / "model.safetensors"
-    )
+    return load_file(folder_of(args, script) / "model" / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "placement, estimator, gradient", [pytest.param(*s, marks=() if s in FAST else SLOW) for s in SETTINGS]
-)
-def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
+def own_flags(script: str) -> dict:
+    """Without a critic, whose advantages would be others than rewards to go."""
+    return {"disable_value": True, "adv_norm": "none"} if script == "ppo" else {}
+
+
+@pytest.mark.parametrize("placement, estimator", [pytest.param(*s, marks=() if s in FAST else SLOW) for s in SETTINGS])
+def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator):
     """Two steps of two optimizer steps each; all estimators are logged whatever the switch says."""
-    args = tiny_args(
-        *(tiny, tmp_path),
-        beta=0.1,
-        kl_placement=placement,
-        kl_estimator=estimator,
-        kl_gradient=gradient,
-        num_mini_batches=2,
-        learning_rate=1e-3,
-        filter_zero_std_samples=False,
-        eval_prompts=0,
-    )
+    changes = {"beta": 0.1, "kl_placement": placement}
+    changes["kl_reward_estimator" if placement == "reward" else "kl_estimator"] = estimator
+    changes |= {"num_mini_batches": 2, "learning_rate": 1e-3, "filter_zero_std_samples": False}
+    args = tiny_args(tiny, tmp_path, **changes)
     first, second = run_here(args)
     assert second["kl/k3"] > 1e-5 and second["kl/k2"] > 1e-5 and second["kl/abs"] > 1e-3
     assert all(v == v for m in (first, second) for v in m.values())
@@ -87,24 +79,13 @@ def test_kl_in_the_reward_reaches_the_advantages_once(tiny, tmp_path, monkeypatc
         return token_loss(t, *rest)
 
     monkeypatch.setattr(grpo, "token_loss", spy)
-    args = tiny_args(
-        *(tiny, tmp_path),
-        beta=0.5,
-        kl_placement="reward",
-        kl_reward_estimator=estimator,
-        kl_reward_norm=norm,
-        learning_rate=1e-2,
-        batch_layout="padded",
-        micro_batch_tokens=4096,
-        ignore_eos=True,
-        eval_prompts=0,
-        log_samples=16,
-    )
+    changes = {"beta": 0.5, "kl_placement": "reward", "kl_reward_estimator": estimator, "kl_reward_norm": norm}
+    args = tiny_args(tiny, tmp_path, **changes, **TABLE)
     run_here(args)
     advantages, d, log_ratio = seen[-1]
     assert d.abs().mean() > 0.05 and len(advantages) == 16  # the second step: the policy has left the reference
     kl = d if estimator == "k1" else log_ratio.exp() - 1 - log_ratio
-    folder = Path(args.output_dir) / directory.run_name(args, grpo.Args())
+    folder = folder_of(args)
     samples = [s for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
     rewards = torch.tensor([s["reward"] for s in samples], dtype=torch.float64).view(4, 4)
     ends = []
@@ -133,22 +114,9 @@ def test_kl_in_the_reward_of_stale_samples_is_that_of_the_trainer(tiny, tmp_path
     plain_push, pushes = module.Engine.push, itertools.count()
     monkeypatch.setattr(module, "token_loss", spy)
     monkeypatch.setattr(module.Engine, "push", lambda *a: plain_push(*a) if next(pushes) == 0 else None)
-    own = {"disable_value": True, "adv_norm": "none"} if script == "ppo" else {}
-    args = tiny_args(
-        *(tiny, tmp_path, script),
-        beta=0.5,
-        kl_placement="reward",
-        kl_estimator="k1",
-        truncated_importance_sampling_ratio_cap=2.0,
-        max_logprob_diff=0.0,
-        learning_rate=1e-2,
-        batch_layout="padded",
-        micro_batch_tokens=4096,
-        ignore_eos=True,
-        eval_prompts=0,
-        log_samples=16,
-        **own,
-    )
+    changes = {"beta": 0.5, "kl_placement": "reward", "kl_estimator": "k1"}
+    changes |= {"truncated_importance_sampling_ratio_cap": 2.0, "max_logprob_diff": 0.0}
+    args = tiny_args(tiny, tmp_path, script, **changes, **TABLE, **own_flags(script))
     run_here(args, script)
     advantages, d, d_of_sampler = seen[-1]
     rows = [s for s in read_jsonl(folder_of(args, script) / "samples.jsonl") if s["step"] == 2]
@@ -171,23 +139,9 @@ def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp
         return loss, pieces
 
     monkeypatch.setattr(module, "token_loss", spy)
-    own = {"disable_value": True, "adv_norm": "none"} if script == "ppo" else {}
-    args = tiny_args(
-        *(tiny, tmp_path, script),
-        beta=0.3,
-        kl_placement="both",
-        kl_estimator="k2",
-        kl_gradient="naive",
-        kl_reward_coef=0.5,
-        kl_reward_estimator="k1",
-        learning_rate=1e-2,
-        batch_layout="padded",
-        micro_batch_tokens=4096,
-        ignore_eos=True,
-        eval_prompts=0,
-        log_samples=16,
-        **own,
-    )
+    changes = {"beta": 0.3, "kl_placement": "both", "kl_estimator": "k2"}
+    changes |= {"kl_reward_coef": 0.5, "kl_reward_estimator": "k1"}
+    args = tiny_args(tiny, tmp_path, script, **changes, **TABLE, **own_flags(script))
     first, second = run_here(args, script)
     advantages, d, kl_part = seen[-1]
     torch.testing.assert_close(kl_part, 0.3 * d**2 / 2, rtol=1e-3, atol=1e-6)
@@ -218,7 +172,6 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
         learning_rate=1e-2,
         mask_truncated_completions=True,
         ignore_eos=False,
-        eval_prompts=0,
         seed=3,
     )
     metrics = run_here(args, script)
@@ -236,7 +189,7 @@ def test_adaptive_kl_moves_the_coefficient_of_the_reward_alone(tiny, tmp_path, s
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, script):
     """Command lines with one --beta mean what they meant: bit for bit the run that names both."""
-    common = {"beta": 0.1, "kl_placement": "both", "kl_estimator": "k1", "learning_rate": 1e-2, "eval_prompts": 0}
+    common = {"beta": 0.1, "kl_placement": "both", "kl_estimator": "k1", "learning_rate": 1e-2}
     named = {"kl_reward_coef": 0.1, "kl_reward_estimator": "k1"}
     one = tiny_args(tiny, tmp_path / "one", script, **common)
     two = tiny_args(tiny, tmp_path / "two", script, **common, **named)
@@ -249,7 +202,7 @@ def test_kl_in_both_places_with_equal_coefficients_is_one_beta(tiny, tmp_path, s
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, script):
     """--load_ref_policy logs what a coefficient of next to nothing would, and moves nothing, whatever the estimator."""
-    common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 2}
+    common = {"learning_rate": 1e-2, "num_mini_batches": 2}
     measured = tiny_args(tiny, tmp_path / "m", script, load_ref_policy=True, kl_estimator="full", **common)
     plain = tiny_args(tiny, tmp_path / "p", script, **common)
     nearly = tiny_args(tiny, tmp_path / "n", script, beta=1e-9, **common)
@@ -268,7 +221,7 @@ def test_kl_is_measured_at_coefficient_zero_when_asked_for(tiny, tmp_path, scrip
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_measuring_the_kl_changes_no_weight(tiny, tmp_path, script):
     """Also where mini-batches have no gradient: AdamW's momentum moves the weights in all of these runs, or in none."""
-    common = {"learning_rate": 1e-2, "eval_prompts": 0, "num_mini_batches": 4, "total_steps": 4, "max_logprob_diff": 0}
+    common = {"learning_rate": 1e-2, "num_mini_batches": 4, "total_steps": 4, "max_logprob_diff": 0}
     common |= {"verifier": f"{VERIFIERS}:seldom"}
     runs = {"plain": {}, "measured": {"load_ref_policy": True}, "nearly": {"beta": 1e-9}}
     weights, steps = {}, {}
@@ -291,7 +244,7 @@ def test_masked_tokens_are_counted(tiny, tmp_path, monkeypatch):
     """The engine keeps its first weights, so ratios leave a narrow mask; a token outside of it moves nothing."""
     plain_push, pushes = grpo.Engine.push, itertools.count()
     monkeypatch.setattr(grpo.Engine, "push", lambda *a: plain_push(*a) if next(pushes) == 0 else None)
-    common = {"learning_rate": 1e-2, "max_logprob_diff": 0.0, "eval_prompts": 0}
+    common = {"learning_rate": 1e-2, "max_logprob_diff": 0.0}
     args = tiny_args(tiny, tmp_path, importance_sampling_mask=(0.9, 1.1), **common)
     first, second = run_here(args)
     assert first["sampler/masked_frac"] == 0 and 0.1 < second["sampler/masked_frac"] < 1
@@ -311,20 +264,12 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
         return plain(rewards, *options)
 
     monkeypatch.setattr(grpo, "group_advantages", watched)
-    args = tiny_args(
-        *(tiny, tmp_path),
-        beta=0.5,
-        kl_placement="reward",
-        kl_estimator="k1",
-        kl_reward_norm="before_norm",
-        learning_rate=1e-2,
-        mask_truncated_completions=True,
-        max_response_length=24,
-        eval_prompts=0,
-        log_samples=16,
-    )
+    changes = {"beta": 0.5, "kl_placement": "reward", "kl_estimator": "k1", "kl_reward_norm": "before_norm"}
+    changes |= {"learning_rate": 1e-2, "mask_truncated_completions": True, "max_response_length": 24}
+    changes |= {"log_samples": 16}
+    args = tiny_args(tiny, tmp_path, **changes)
     run_here(args)
-    folder = Path(args.output_dir) / directory.run_name(args, grpo.Args())
+    folder = folder_of(args)
     truncated = [s["finish_reason"] == "length" for s in read_jsonl(folder / "samples.jsonl") if s["step"] == 2]
     plain_rewards, penalized = seen[-2:]
     penalty = (plain_rewards - penalized).flatten()
@@ -335,7 +280,7 @@ def test_inside_the_group_statistics_truncated_responses_have_their_kl(tiny, tmp
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_reference_that_is_not_loaded_is_not_offloaded(tiny, tmp_path, script):
     """--offload ref in a sweep over beta that includes 0, with several optimizer steps per batch."""
-    args = tiny_args(tiny, tmp_path, script, offload=("ref",), num_mini_batches=2, eval_prompts=0)
+    args = tiny_args(tiny, tmp_path, script, offload=("ref",), num_mini_batches=2)
     assert [m["optim/steps"] for m in run_here(args, script)] == [2, 2]
 
 
@@ -346,7 +291,7 @@ def test_a_reference_of_the_update_goes_home_after_it(tiny, tmp_path, monkeypatc
         monkeypatch.setattr(deepspeed_zero, name, lambda *rest, name=name: seen.append(name))
     plain = grpo.Engine.push
     monkeypatch.setattr(grpo.Engine, "push", lambda *rest: (seen.append("push"), plain(*rest)))
-    args = tiny_args(tiny, tmp_path, offload=("ref",), beta=0.1, kl_estimator="full", eval_prompts=0)
+    args = tiny_args(tiny, tmp_path, offload=("ref",), beta=0.1, kl_estimator="full")
     run_here(args)
     steps = [name for name in seen if name != "borrow_device"]
     assert "borrow_device" in seen and steps[-4:] == ["return_device", "push"] * 2
@@ -365,7 +310,7 @@ def test_a_fresh_step(tiny, tmp_path):
 @pytest.mark.integration
 def test_logged_full_kl_is_the_expectation_of_the_logged_samples(tiny, tmp_path, monkeypatch):
     """kl/full of every sample equals what the estimator full has in the loss, and k1 and k3 scatter around it."""
-    changes = {"beta": 0.1, "kl_estimator": "full", "learning_rate": 1e-2, "eval_prompts": 0}
+    changes = {"beta": 0.1, "kl_estimator": "full", "learning_rate": 1e-2}
     monkeypatch.setattr(utils, "FULL_KL_SAMPLES", 64)
     args = tiny_args(tiny, tmp_path, **changes, num_samples_per_prompt_rollout=16)
     second = run_here(args)[1]
@@ -384,7 +329,7 @@ def test_without_beta_no_reference_is_loaded(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "load_model", lambda *a: (loaded.append(1), load(*a))[1])
     for beta, placement, expected in ((0.0, "loss", 2), (0.1, "none", 2), (0.1, "loss", 3), (0.1, "reward", 3)):
         loaded.clear()
-        (m,) = run_here(tiny_args(tiny, tmp_path, total_steps=1, beta=beta, kl_placement=placement, eval_prompts=0))
+        (m,) = run_here(tiny_args(tiny, tmp_path, total_steps=1, beta=beta, kl_placement=placement))
         assert len(loaded) == expected and ("kl/k1" in m) == (expected == 3)
 
 
@@ -398,7 +343,6 @@ def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
         *(tiny, tmp_path),
         **{"lr_scheduler_type": "linear", "warmup_steps": 3, "micro_batch_tokens": 200, "total_steps": 3, **shape},
         entropy_coef=1e-3,  # a mini-batch without any gradient would make no step
-        eval_prompts=0,
     )
     updates = args.num_mini_batches * args.num_epochs
     for step, m in enumerate(run_here(args), 1):
@@ -408,36 +352,17 @@ def test_optimizer_steps_and_learning_rates(tiny, tmp_path, shape):
 
 @pytest.mark.integration
 def test_many_switches_at_once(tiny, tmp_path):
-    args = tiny_args(
-        *(tiny, tmp_path),
-        eval_prompts=4,
-        beta=0.05,
-        kl_target=(1e-6, 50.0),
-        ref_policy_update=(1, 0.5),
-        num_epochs=2,
-        num_mini_batches=2,
-        entropy_coef=0.01,
-        clip_ratio_c=3.0,
-        truncated_importance_sampling_ratio_cap=2.0,
-        mask_truncated_completions=True,
-        loss_norm="sequence",
-        advantage_normalization_type="leave_one_out",
-        batch_layout="packed",
-        gradient_checkpointing=True,
-        learning_rate=1e-3,
-        total_episodes=48,
-        eval_every=1,
-        save_every=2,
-        kl_placement="both",
-        kl_reward_norm="before_norm",
-        offload=("ref",),
-        temperature=0.9,
-        attn_implementation="sdpa",
-        max_response_length=24,
-        ignore_eos=False,
-    )
+    changes = {"eval_prompts": 4, "beta": 0.05, "kl_target": (1e-6, 50.0), "ref_policy_update": (1, 0.5)}
+    changes |= {"num_epochs": 2, "num_mini_batches": 2, "entropy_coef": 0.01, "clip_ratio_c": 3.0}
+    changes |= {"truncated_importance_sampling_ratio_cap": 2.0, "mask_truncated_completions": True}
+    changes |= {"loss_norm": "sequence", "advantage_normalization_type": "leave_one_out"}
+    changes |= {"batch_layout": "packed", "gradient_checkpointing": True, "learning_rate": 1e-3}
+    changes |= {"total_episodes": 48, "eval_every": 1, "save_every": 2, "kl_placement": "both"}
+    changes |= {"kl_reward_norm": "before_norm", "offload": ("ref",), "temperature": 0.9}
+    changes |= {"attn_implementation": "sdpa", "max_response_length": 24, "ignore_eos": False}
+    args = tiny_args(tiny, tmp_path, **changes)
     metrics = run_here(args)
-    folder = Path(args.output_dir) / directory.run_name(args, grpo.Args())
+    folder = folder_of(args)
     assert [m["episode"] for m in metrics] == [16, 32, 48]
     assert [e["step"] for e in read_jsonl(folder / "eval.jsonl")] == [0, 1, 2, 3]
     assert all(0 < e["time/eval"] < 60 for e in read_jsonl(folder / "eval.jsonl"))
@@ -452,7 +377,7 @@ def test_many_switches_at_once(tiny, tmp_path):
 
 @pytest.fixture(scope="module")
 def stage_2(tiny, tmp_path_factory):
-    args = tiny_args(tiny, tmp_path_factory.mktemp("stage2"), learning_rate=1e-3, eval_prompts=0)
+    args = tiny_args(tiny, tmp_path_factory.mktemp("stage2"), learning_rate=1e-3)
     return run_here(args), final_weights(args)
 
 
@@ -471,7 +396,7 @@ def stage_2(tiny, tmp_path_factory):
 )
 def test_what_must_not_matter(stage_2, tiny, tmp_path, changes):
     """Stages, layouts, micro-batches, checkpointing, chunks: the same run, up to rounding."""
-    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, **changes)
+    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, **changes)
     for got, expected in zip(run_here(args), stage_2[0], strict=True):
         for key in ("reward/mean", "loss/total", "optim/grad_norm", "policy/entropy", "optim/steps"):
             assert got[key] == pytest.approx(expected[key], rel=1e-3, abs=1e-6), key
@@ -494,7 +419,7 @@ def test_a_loss_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypatch)
     monkeypatch.setattr(
         deepspeed_zero, "current_weights", lambda *a: (seen.append([w.clone() for _, w in gather(*a)]), gather(*a))[1]
     )
-    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, micro_batch_tokens=150)
+    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, micro_batch_tokens=150)
     first, second = run_here(args)
     assert (first["optim/skipped"], first["optim/steps"]) == (1, 0)
     assert (second["optim/skipped"], second["optim/steps"]) == (0, 1)
@@ -515,10 +440,8 @@ def test_a_gradient_that_is_not_finite_is_never_applied(tiny, tmp_path, monkeypa
         return loss + 0 * (t.logprobs_T - t.logprobs_T.detach()).abs().sqrt(), parts
 
     monkeypatch.setattr(grpo, "token_loss", poisoned)
-    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, eval_prompts=0, zero_stage=stage)
+    args = tiny_args(tiny, tmp_path, learning_rate=1e-3, zero_stage=stage)
     assert [m["optim/skipped"] for m in run_here(args)] == [1, 1]
-    from safetensors.torch import load_file
-
     start = load_file(tiny / "model.safetensors")
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
 
@@ -536,7 +459,7 @@ def test_the_seconds_of_steps_do_not_overlap(script, tiny, tmp_path, monkeypatch
         time.sleep(0.2)
 
     monkeypatch.setattr(logger.RunLog, "step", noting)
-    found = run_here(tiny_args(tiny, tmp_path, script, eval_prompts=0, total_steps=3), script)
+    found = run_here(tiny_args(tiny, tmp_path, script, total_steps=3), script)
     assert sum(m["time/step"] for m in found[1:]) <= ends[-1] - ends[0]
     for m in found:
         assert sum(m[f"time/{phase}"] for phase in ("generate", "score", "logprobs", "update")) <= m["time/step"]
@@ -555,7 +478,7 @@ def test_every_step_gives_freed_memory_back(script, tiny, tmp_path, monkeypatch)
 
     monkeypatch.setattr(process.Heap, "bound", noted)
     monkeypatch.setattr(process, "map_large_blocks", calls.append)
-    run_here(tiny_args(tiny, tmp_path, script, eval_prompts=0, total_steps=3), script)
+    run_here(tiny_args(tiny, tmp_path, script, total_steps=3), script)
     assert calls[-5:] == [True, False, *["end of a step"] * 3]
 
 
@@ -565,32 +488,19 @@ def test_a_step_in_which_nothing_is_trained(script, tiny, tmp_path):
 
     It has no metrics of a policy's update.
     """
-    args = tiny_args(
-        *(tiny, tmp_path, script),
-        verifier=f"{VERIFIERS}:equal_up_to_rounding",
-        filter_zero_std_samples=True,
-        eval_prompts=0,
-    )
+    args = tiny_args(tiny, tmp_path, script, verifier=f"{VERIFIERS}:equal_up_to_rounding", filter_zero_std_samples=True)
     for m in run_here(args, script):
         assert (m["reward/zero_std_frac"], m["optim/steps"], m["optim/skipped"]) == (1.0, 0, 0)
         assert m["reward/mean"] == pytest.approx(0.3)
         found = [name for name in m if name.startswith(("policy/", "loss/", "sampler/ess"))]
         assert set(found) <= {"loss/value"}  # the critic learns from every sample
-    from safetensors.torch import load_file
-
     start = load_file(tiny / "model.safetensors")
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args, script).items())
 
 
 def test_early_stop(tiny, tmp_path):
     """A ratio above the cap gives up the rest of the update; nothing of that optimizer step is applied."""
-    args = tiny_args(
-        *(tiny, tmp_path),
-        num_epochs=4,
-        early_stop_imp_ratio=0.5,
-        eval_prompts=0,
-        filter_zero_std_samples=False,
-    )
+    args = tiny_args(tiny, tmp_path, num_epochs=4, early_stop_imp_ratio=0.5, filter_zero_std_samples=False)
     for m in run_here(args):
         assert (m["optim/steps"], m["optim/early_stopped"], m["optim/skipped"]) == (0, 1, 0)
 
@@ -605,7 +515,7 @@ def test_a_plain_step_in_numbers(script, tiny, tmp_path):
     before = set(descendants(os.getpid()))
     handlers = [signal.getsignal(number) for number in process.STOP_SIGNALS]
     threads = set(threading.enumerate())
-    metrics = run_here(tiny_args(tiny, tmp_path, script, early_stop_imp_ratio=1.0, eval_prompts=0), script)
+    metrics = run_here(tiny_args(tiny, tmp_path, script, early_stop_imp_ratio=1.0), script)
     left = [Path(f"/proc/{pid}/cmdline").read_text() for pid in set(descendants(os.getpid())) - before]
     assert not [line for line in left if "spawn_main" in line]
     assert [signal.getsignal(number) for number in process.STOP_SIGNALS] == handlers
@@ -632,12 +542,10 @@ def test_a_filter_that_holds_samples_from_the_reference_is_told(script, tiny, tm
 
 def test_groups_of_equal_reward(tiny, tmp_path):
     """All equal: nothing to learn, and a step without a gradient and without momentum moves nothing."""
-    args = tiny_args(tiny, tmp_path, verifier="exact", eval_prompts=0)
+    args = tiny_args(tiny, tmp_path, verifier="exact")
     for m in run_here(args):
         assert m["reward/zero_std_frac"] == 1 and m["optim/steps"] == 1
         assert m["loss/total"] == m["optim/grad_norm"] == 0
-    from safetensors.torch import load_file
-
     start = load_file(tiny / "model.safetensors")
     assert all(torch.equal(w, start[name]) for name, w in final_weights(args).items())
 
@@ -651,7 +559,7 @@ def test_ten_bad_steps_end_the_run_with_the_batch_saved(tiny, tmp_path, monkeypa
         return loss * float("nan"), parts
 
     monkeypatch.setattr(grpo, "token_loss", poisoned)
-    args = tiny_args(tiny, tmp_path, total_steps=12, eval_prompts=0, entropy_coef=1e-3)
+    args = tiny_args(tiny, tmp_path, total_steps=12, entropy_coef=1e-3)
     with pytest.raises(RuntimeError, match="ten optimizer steps in a row"):
         run_here(args)
     folder = folder_of(args)
@@ -665,7 +573,7 @@ def test_a_sampler_with_other_weights_ends_the_run(tiny, tmp_path, monkeypatch, 
     """Before a step is applied; with the check off the same run goes through."""
     whole = deepspeed_zero.current_weights
     monkeypatch.setattr(deepspeed_zero, "current_weights", lambda *a: [(name, 1.1 * w) for name, w in whole(*a)])
-    args = tiny_args(tiny, tmp_path, eval_prompts=0, entropy_coef=1e-3, max_logprob_diff=limit)
+    args = tiny_args(tiny, tmp_path, entropy_coef=1e-3, max_logprob_diff=limit)
     if not ends:
         assert len(run_here(args)) == 2
         return
@@ -683,4 +591,4 @@ def test_one_rank_gathers_no_samples(tiny, tmp_path, monkeypatch):
         gather(parts, mine)
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather_facts)
-    assert len(run_here(tiny_args(tiny, tmp_path, eval_prompts=0))) == 2
+    assert len(run_here(tiny_args(tiny, tmp_path))) == 2

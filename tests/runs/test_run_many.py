@@ -69,27 +69,3 @@ def test_what_the_script_does_not_take_ends_it_at_once(script, lines, says):
     """Before anything is imported that takes long, and before the first run."""
     code, said = many(lines, script, timeout=60)
     assert code == 2 and says in said and "finished" not in said.replace("is_finished.py", "")
-
-
-INHERITED = """
-import os, sys
-sys.path[:0] = ["scripts", "studies"]
-from run_many import Lanes
-os.spawnlp(os.P_NOWAIT, "true", "true")
-lanes = Lanes()
-pid = os.fork()
-if pid == 0:
-    import time
-    time.sleep(1)
-    os._exit(0)
-lanes.going[pid] = ("run", 0.0)
-lanes.wait()
-"""
-
-
-@pytest.mark.integration
-def test_the_end_of_a_child_that_is_no_run_is_passed_over():
-    """A shell that becomes this program leaves it the process that writes the lines."""
-    done = subprocess.run([sys.executable, "-c", INHERITED], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("finished in") and done.stdout.endswith("run\n")

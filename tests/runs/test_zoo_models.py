@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 from types import SimpleNamespace
 
 import model_zoo
 import pytest
 import torch
-from helpers import end_engine
+from helpers import answer, end_engine, start_engine
 
 import grpo
 from runtime.engine import isolation, vllm_settings
-from runtime.system import watchdog
 from runtime.training import deepspeed_zero, pretrained
 
 # Six ways in which vLLM serves a model.
@@ -58,13 +56,6 @@ def sample(inbox, outbox) -> list[tuple[list[int], torch.Tensor]]:
     return found
 
 
-def answer(outbox) -> tuple:
-    message = outbox.get(timeout=120)
-    if message[0] == "error":
-        raise message[1]
-    return message
-
-
 def push(inbox, outbox, model, version: int) -> None:
     policy = SimpleNamespace(module=SimpleNamespace(model=model))
     inbox.put(("weights", version, deepspeed_zero.current_weights(policy, 2, checkpoint_names=True)))
@@ -92,11 +83,7 @@ def test_engine_and_trainer_agree_and_the_trainer_is_left_as_it_was(tmp_path, na
     args = grpo.Args(model_name_or_path=str(tmp_path), dtype="float32", vllm_args=own, **sizes)
     model = pretrained.load_model(args, torch.float32, "sdpa")
     classes, before = contents(model), settings()
-    inbox, outbox = watchdog.Mailbox(), watchdog.Mailbox()
-    given = (args, torch.float32, 0, 1, [2], inbox, outbox)
-    thread = threading.Thread(target=grpo.vllm_thread, args=given, daemon=True)
-    thread.start()
-    assert answer(outbox) == ("ready",)
+    inbox, outbox, thread = start_engine(grpo, args, [2])
     try:
         assert settings() == before
         push(inbox, outbox, model, 1)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from helpers import ROOT, run_here, tiny_args
@@ -79,49 +76,28 @@ def test_batches_change_nothing(classifier):
     assert next(reward_model.model.parameters()).device.type == "cpu"
 
 
-def position_models(tokenizer, folder):
-    """Save classifiers with absolute positions: GPT-2 counts from the left, RoBERTa begins after its padding."""
-    import torch
-    from transformers import (
-        GPT2Config,
-        GPT2ForSequenceClassification,
-        OPTConfig,
-        OPTForSequenceClassification,
-        RobertaConfig,
-        RobertaForSequenceClassification,
-    )
-
-    ids = {"vocab_size": len(tokenizer), "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
-    own = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "initializer_range": 0.3}
-    gpt2 = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.3, **ids)
-    opt = OPTConfig(
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        init_std=0.3,
-        **ids,
-    )
-    roberta = RobertaConfig(intermediate_size=64, max_position_embeddings=64 + 3, **ids, **own)
-    made = {
-        "gpt2": (GPT2ForSequenceClassification, gpt2),
-        "opt": (OPTForSequenceClassification, opt),
-        "roberta": (RobertaForSequenceClassification, roberta),
-    }
-    for name, (kind, config) in made.items():
-        torch.manual_seed(0)
-        kind(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+POSITIONS = {  # absolute ones: GPT-2 counts from the left, RoBERTa begins after its padding
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, "initializer_range": 0.3},
+    "opt": {"word_embed_proj_dim": 32, "ffn_dim": 64, "init_std": 0.3, **SHAPE},
+    "roberta": {"intermediate_size": 64, "max_position_embeddings": 64 + 3, "initializer_range": 0.3, **SHAPE},
+}
 
 
 @pytest.fixture(scope="module")
 def positions(tiny, tmp_path_factory):
-    """A folder with the classifiers of ``position_models``, whose tokenizer pads on the left."""
-    from transformers import AutoTokenizer
+    """A folder with classifiers of absolute positions, whose tokenizer pads on the left."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("positions")
-    position_models(AutoTokenizer.from_pretrained(tiny, padding_side="left"), folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny, padding_side="left")
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 1}
+    for name, shape in POSITIONS.items():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(name, **ids, **shape)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     return folder
 
 
@@ -138,10 +114,8 @@ def test_padding_changes_no_score_of_absolute_positions(positions, name):
         assert reward_model.longest == 64
 
 
-def test_a_limit_beyond_robertas_positions_is_rejected(positions, capsys):
-    with pytest.raises(SystemExit) as end:
-        scorer(positions / "roberta", reward_model_max_length=65)
-    assert end.value.code == 2 and "at most the 64 tokens" in capsys.readouterr().err
+def test_a_limit_beyond_robertas_positions_is_rejected(positions, refused):
+    assert "at most the 64 tokens" in refused(scorer, positions / "roberta", reward_model_max_length=65)
     assert scorer(positions / "roberta", reward_model_max_length=64).longest == 64
 
 
@@ -158,7 +132,7 @@ def test_bf16_scores_keep_their_differences(classifier):
 
 
 @pytest.mark.parametrize("fault", ["no template", "no system", "token"])
-def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifier, tmp_path, capsys, fault):
+def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifier, tmp_path, refused, fault):
     """No chat template, one that rejects a role of the prompts, or a token without an embedding."""
     from transformers import AutoTokenizer
 
@@ -178,15 +152,13 @@ def test_a_conversation_that_cannot_be_scored_is_rejected_at_the_start(classifie
     tokenizer.save_pretrained(folder)
     reward_model = scorer(folder)
     prompts = [[{"role": "user", "content": "1 + 1"}], [{"role": "system", "content": "Add."}, *CONVERSATIONS[0][0]]]
-    with pytest.raises(SystemExit) as end:
-        reward_model.try_on(prompts)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and f"--reward_model_name_or_path {folder}" in said
+    said = refused(reward_model.try_on, prompts)
+    assert f"--reward_model_name_or_path {folder}" in said
     assert {"no template": "template", "no system": "system, user, assistant", "token": "<extra>"}[fault] in said
     scorer(classifier).try_on(prompts)
 
 
-def test_a_missing_head_is_rejected(classifier, tmp_path, capsys):
+def test_a_missing_head_is_rejected(classifier, tmp_path, refused):
     """By its name: its scores would be random, and others in each run."""
     from safetensors.torch import load_file, save_file
 
@@ -195,10 +167,8 @@ def test_a_missing_head_is_rejected(classifier, tmp_path, capsys):
     weights = load_file(folder / "model.safetensors")
     weights["value_head.weight"] = weights.pop("score.weight")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit) as end:
-        scorer(folder)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "--reward_model_name_or_path" in said
+    said = refused(scorer, folder)
+    assert "--reward_model_name_or_path" in said
     assert "score.weight" in said
 
 
@@ -241,67 +211,25 @@ def test_its_template_writes_the_same_date_on_every_day(classifier, monkeypatch)
     assert on(2025) == on(2031)
 
 
-REVISIONS = """
-import sys
-import torch
-from grpo import Args
-from runtime.run.reward_model import RewardModel
-from runtime.training import model_files
+@pytest.mark.parametrize(
+    ("name", "trust", "revision"),
+    [("me/scorer", False, None), ("me/scorer@v2", False, "v2"), ("me/own@v3", True, "v3")],
+)
+def test_a_revision_of_the_hub_and_code_of_its_own(classifier, monkeypatch, name, trust, revision):
+    """Weights and tokenizer are of the revision that --reward_model_name_or_path names; code runs only if trusted."""
+    import transformers
 
-found = []
-for revision, trust in (("", False), ("@v2", False), ("@own", True), ("@own", False)):
-    args = Args(reward_model_name_or_path=f"me/scorer{revision}", micro_batch_tokens=1000)
-    args.trust_remote_code = trust
-    model_files.check_reward_model(args)
-    try:
-        score = RewardModel(args, "cpu", torch.float32).score([([{"role": "user", "content": "1 + 1"}], "2")])[0]
-        print(f"{score:.4f}")
-    except ValueError as error:
-        print("trust_remote_code" in str(error))
-"""
-OWN_CODE = """
-from transformers import AutoModel, LlamaConfig, LlamaForSequenceClassification, LlamaModel
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnModel(LlamaModel):
-    config_class = OwnConfig
-AutoModel.register(OwnConfig, OwnModel)
-class OwnForSequenceClassification(LlamaForSequenceClassification):
-    config_class = OwnConfig
-    def forward(self, *rest, **more):
-        found = super().forward(*rest, **more)
-        found.logits = found.logits * 0 + 7
-        return found
-"""
+    asked = []
+    for auto in (transformers.AutoTokenizer, transformers.AutoModelForSequenceClassification):
+        plain = auto.from_pretrained
 
+        def found(repository, *rest, plain=plain, revision=None, trust_remote_code=None, **more):
+            asked.append((repository, revision, trust_remote_code))
+            return plain(classifier, *rest, **more)
 
-@pytest.mark.slow
-def test_a_revision_of_the_hub_and_code_of_its_own(classifier, tmp_path):
-    """A cache as the hub client leaves it: each revision has other weights, and one comes with its own code."""
-    from safetensors.torch import load_file, save_file
-
-    cache = tmp_path / "hub" / "models--me--scorer"
-    (cache / "refs").mkdir(parents=True)
-    for number, name in enumerate(("main", "v2", "own")):
-        commit = str(number) * 40
-        (cache / "refs" / name).write_text(commit)
-        folder = cache / "snapshots" / commit
-        shutil.copytree(classifier, folder)
-        weights = load_file(folder / "model.safetensors")
-        weights["score.weight"] *= 1 + number
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "own.py").write_text(OWN_CODE)
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "own"}
-    names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnForSequenceClassification"}
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": names}))
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", REVISIONS], env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    first, second, own, refused = done.stdout.splitlines()[-4:]
-    assert float(second) == pytest.approx(2 * float(first), abs=2e-4) and float(first) != 0
-    assert (own, refused) == ("7.0000", "True")
+        monkeypatch.setattr(auto, "from_pretrained", found)
+    scorer(name, trust_remote_code=trust)
+    assert asked == [(name.partition("@")[0], revision, trust)] * 2
 
 
 def test_weight_and_gate(classifier):
@@ -315,7 +243,7 @@ def test_weight_and_gate(classifier):
     assert reward_model.add([], [], {}) == []
 
 
-def test_refused(classifier, tiny, tmp_path, capsys):
+def test_refused(classifier, tiny, tmp_path, refused):
     two = tmp_path / "two"
     shutil.copytree(classifier, two)
     config = json.loads((classifier / "config.json").read_text())
@@ -331,10 +259,7 @@ def test_refused(classifier, tiny, tmp_path, capsys):
         (known | {"reward_model_max_length": 257}, "--reward_model_max_length", "at most the 256 tokens"),
     ]
     for changes, flag, words in cases:
-        with pytest.raises(SystemExit) as end:
-            model_files.check_reward_model(Args(**changes))
-        assert end.value.code == 2
-        message = capsys.readouterr().err
+        message = refused(model_files.check_reward_model, Args(**changes))
         assert f"error: {flag}" in message and words in message, message
     model_files.check_reward_model(Args(**known, reward_model_max_length=256))
 

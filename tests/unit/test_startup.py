@@ -118,22 +118,6 @@ def test_a_script_exits_at_once(script, words, said, tiny, tmp_path):
     assert done.returncode == 0 and said in done.stdout and "AFTER" not in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.slow
-def test_nothing_that_a_script_imports_starts_a_thread():
-    """studies/run_many.py and tests/fault_injection.py fork what has imported a script; a fork has no other threads.
-
-    With vLLM; without it tests/fork_server.py and test_processes.py look.
-    """
-    program = "import run_many\nfor name in ('grpo', 'ppo'):\n"
-    program += "    print(run_many.load_script(run_many.Path(name + '.py')).__name__)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        environment.pop(name, None)
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
-    assert done.stdout.split() == ["grpo", "ppo"], done.stderr[-2000:]
-
-
 def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch):
     """The folder that --output names is replaced where it holds a part of this model, and nothing next to it."""
     import prepare_model
@@ -180,18 +164,23 @@ print(mapped < 2**22, left_by_a_block() > 2**25)
 def test_products_of_shapes_that_do_not_come_again_are_forgotten():
     """By default a thousand shapes stay prepared in oneDNN, and a thousand in torch: half a MiB for each shape."""
     program = """
-import sys
-sys.path.insert(0, "studies")
-from heap import heap_in_use
+import ctypes
 from runtime.system import process
 
 process.prepare_environment()
 import torch
 
+class Malloc(ctypes.Structure):
+    _fields_ = [(f"field_{k}", ctypes.c_size_t) for k in range(10)]  # struct mallinfo2 of malloc.h
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Malloc
+
 def in_use_after(rows) -> int:
     for count in rows:
         torch.ones(count, 576, dtype=torch.bfloat16) @ torch.ones(576, 1536, dtype=torch.bfloat16)
-    return heap_in_use()
+    found = mallinfo2()
+    return found.field_7 + found.field_4  # uordblks, hblkhd
 
 before = in_use_after(range(300, 370))
 print((in_use_after(range(370, 400)) - before) / 2**20)

@@ -86,17 +86,6 @@ def test_no_digit_is_a_better_first_guess_than_the_others_of_its_prompt():
     assert min(Counter(row["low"] for row in rows).values()) > 60
 
 
-def test_three_guesses_that_halve_what_is_left_find_every_digit(tiny):
-    for row in rows_of("guess.py")[:8]:
-        left = row["prompt"].split()
-        said = []
-        while (guess := left[len(left) // 2]) != str(digit_of(row)):
-            said.append(guess)
-            seen = observations(play(tiny, "guess.py:Guess", row, *said, max_turns=4))
-            left = seen[-1].split(" (")[0].split()
-        assert play(tiny, "guess.py:Guess", row, *said, guess, max_turns=3).outcome == {"score": 1.0}
-
-
 @pytest.mark.parametrize("name", ["calculator", "guess"])
 def test_the_command_that_learns_stands_in_the_file_and_on_the_page(name):
     """Word by word. The page's commands are parsed in test_pages.py, those of the other files here."""

@@ -117,31 +117,22 @@ CASES = {
     # sizes
     "more mini-batches than prompts": (
         {"num_unique_prompts_rollout": 8, "num_mini_batches": 9},
-        ["--num_mini_batches 9", "--num_unique_prompts_rollout 8", "at most one"],
+        ["--num_mini_batches 9", "--num_unique_prompts_rollout 8"],
     ),
     "episodes below a step": (
         {"total_episodes": 63},
         ["--total_episodes 63", "64", "--num_samples_per_prompt_rollout 8"],
     ),
     "no epoch": ({"total_epochs": 0}, ["--total_epochs 0", "above 0"]),
-    "episodes and epochs": (
-        {"total_episodes": 640, "total_epochs": 2},
-        ["--total_episodes", "--total_epochs", "one of"],
-    ),
+    "episodes and epochs": ({"total_episodes": 640, "total_epochs": 2}, ["--total_episodes", "--total_epochs"]),
     "a step and a half of warm-up": ({"warmup_steps": 1.5}, ["--warmup_steps 1.5", "must be integers", "fraction"]),
     "a negative warm-up": ({"warmup_steps": -0.1}, ["--warmup_steps -0.1", "0 or more"]),
     "a beta of Adam above 1": ({"adam_betas": (0.9, 1.1)}, ["--adam_betas (0.9, 1.1)", "between 0 and 1"]),
     "a fraction above 1": ({"lr_min_ratio": 1.5}, ["--lr_min_ratio 1.5", "between 0 and 1"]),
     "a filter of all problems": ({"dataset_filter": (1.0, 0.5)}, ["--dataset_filter (1.0, 0.5)", "below 1"]),
     "a filter of none": ({"dataset_filter": (0.5, 0.0)}, ["--dataset_filter (0.5, 0.0)", "THRESHOLD above 0"]),
-    "a penalty that pays": (
-        {"non_stop_penalty": -1.0},
-        ["--non_stop_penalty -1.0: must be 0 or more"],
-    ),
-    "a length of no reward model": (
-        {"reward_model_max_length": 9},
-        ["--reward_model_max_length needs --reward_model_name_or_path"],
-    ),
+    "a penalty that pays": ({"non_stop_penalty": -1.0}, ["--non_stop_penalty -1.0"]),
+    "a length of no reward model": ({"reward_model_max_length": 9}, ["--reward_model_max_length needs --reward_model"]),
     "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
     "micro-batch too small": (
         {"micro_batch_tokens": 287},
@@ -155,7 +146,6 @@ CASES = {
             *("call_timeout", "eval_samples", "vllm_tensor_parallel_size"),
         )
     },
-    "negative temperature": ({"temperature": -1.0}, ["--temperature -1.0", "above 0"]),
     # data
     "unknown file": ({"dataset": "PLACE/nothing.jsonl"}, ["--dataset", "nothing.jsonl", ".parquet", "hub id"]),
     "unknown hub set": ({"dataset": "nobody/nothing"}, ["--dataset nobody/nothing", "'train'", "reasoning_gym:NAME"]),
@@ -178,21 +168,15 @@ CASES = {
     ),
     "no truths for a verifier": (
         {"dataset": "PLACE/no_truth.jsonl"},
-        ["--ground_truth_key answer", "no such column; it has: question\n"],
+        ["--ground_truth_key answer", "it has: question\n"],
     ),
     # model
-    "missing folder": (
-        {"model_name_or_path": "PLACE/nothing"},
-        ["--model_name_or_path", "no such folder", "make setup"],
-    ),
+    "missing folder": ({"model_name_or_path": "PLACE/nothing"}, ["--model_name_or_path", "make setup"]),
     "no weights": ({"model_name_or_path": "PLACE/no_weights"}, ["--model_name_or_path", "no weights", "safetensors"]),
-    "weights by Git LFS": (
-        {"model_name_or_path": "PLACE/pointer"},
-        ["--model_name_or_path", "model.safetensors is a pointer of Git LFS", "git lfs pull"],
-    ),
+    "weights by Git LFS": ({"model_name_or_path": "PLACE/pointer"}, ["--model_name_or_path", "git lfs pull"]),
     "a tokenizer by Git LFS": (
         {"tokenizer_name_or_path": "PLACE/tokenizer_pointer"},
-        ["--tokenizer_name_or_path", "tokenizer.json is a pointer of Git LFS", "git lfs pull"],
+        ["--tokenizer_name_or_path", "git lfs pull"],
     ),
     **{
         name: (
@@ -203,56 +187,38 @@ CASES = {
     },
     "template variables are not JSON": (
         {"chat_template": "{enable_thinking: false}"},
-        ["--chat_template: not valid JSON", "for example '{\"enable_thinking\": false}'"],
+        ["--chat_template: not valid JSON", "for example"],
     ),
     "a template variable twice": (
         {"chat_template": '{"enable_thinking": true, "enable_thinking": false}'},
-        ["--chat_template: not valid JSON ('enable_thinking' is there twice)"],
+        ["--chat_template", "is there twice"],
     ),
     "a template variable in quotes": (
         {"chat_template": '{"enable_thinking": "False"}'},
-        ["--chat_template: enable_thinking is the text 'False', which counts as true", "without quotes"],
-    ),
-    "a field of the config twice": (
-        {"override_config": '{"rope_theta": 1, "rope_theta": 2}'},
-        ["--override_config: not valid JSON ('rope_theta' is there twice)"],
+        ["--chat_template: enable_thinking", "without quotes"],
     ),
     "a template variable of ours": (
         {"chat_template": '{"add_generation_prompt": false}'},
-        ["--chat_template: add_generation_prompt is set by the program", "drop it"],
+        ["--chat_template: add_generation_prompt", "drop it"],
     ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
-    "empty folder": ({"model_name_or_path": "PLACE/empty"}, ["--model_name_or_path", "no config.json"]),
-    "a file as model": ({"model_name_or_path": "PLACE/problems.jsonl"}, ["--model_name_or_path", "no config.json"]),
     "no template": ({"model_name_or_path": "PLACE/no_template"}, ["--chat_template", "chatml", "question_answer"]),
     "unknown template": ({"chat_template": "nothing"}, ["--chat_template nothing", "chatml", "file"]),
     "context too short": (
         {"max_prompt_length": 1200, "max_response_length": 1200, "micro_batch_tokens": 9999},
-        ["--max_prompt_length 1200", "--max_response_length 1200", "2400", "2048", "shorten"],
+        ["--max_prompt_length 1200", "2048", "shorten"],
     ),
-    "revision of a folder": (
-        {"model_name_or_path": "PLACE/model@v2"},
-        ["--model_name_or_path", "a local folder cannot have a revision", "drop @v2"],
-    ),
+    "revision of a folder": ({"model_name_or_path": "PLACE/model@v2"}, ["--model_name_or_path", "drop @v2"]),
     "context overridden": ({"override_config": '{"max_position_embeddings": 100}'}, ["288", "100", "shorten"]),
-    "override is not JSON": ({"override_config": "{rope_theta: 1}"}, ["--override_config", "not valid JSON", "for ex"]),
     "another type of the head": ({"override_config": '{"head_dtype": "float16"}'}, ["head_dtype 'float16'", "float32"]),
     "dropout": ({"override_config": '{"attention_dropout": 0.3}'}, ["attention_dropout 0.3", "without dropout"]),
-    "dropout of a part": (
-        {"override_config": '{"text_config": {"resid_pdrop": 0.1}}'},
-        ["--override_config", "resid_pdrop 0.1", "leave the field out"],
-    ),
+    "dropout of a part": ({"override_config": '{"text_config": {"resid_pdrop": 0.1}}'}, ["resid_pdrop 0.1"]),
     "override is no object": ({"override_config": "[1]"}, ["--override_config", "JSON object"]),
     # sampling and engine
     "nothing to train": ({"ignore_eos": True}, ["--ignore_eos", "--no-mask_truncated_completions"]),
     "stop strings without vLLM": ({"rollout": "hf", "stop_strings": ("\n",)}, ["--stop_strings", "--rollout vllm"]),
     "turns without an environment": ({"max_turns": 7}, ["--max_turns 7 has no effect", "drop --max_turns"]),
-    "arguments of vLLM are not JSON": ({"vllm_args": "max_num_seqs=4"}, ["--vllm_args: not valid JSON", "for example"]),
-    "arguments of vLLM are no object": ({"vllm_args": "[1]"}, ["--vllm_args: must be a JSON object"]),
-    "an argument of vLLM that is below 1": (
-        {"vllm_args": '{"max_num_seqs": 0}'},
-        ["--vllm_args: max_num_seqs 0: must be above 0"],
-    ),
+    "an argument of vLLM that is below 1": ({"vllm_args": '{"max_num_seqs": 0}'}, ["--vllm_args: max_num_seqs 0"]),
     **{
         f"a share of the GPU's memory for vLLM of {share}": (
             {"vllm_args": f'{{"gpu_memory_utilization": {share}}}'},
@@ -267,26 +233,17 @@ CASES = {
         )
         for name, setter in checks.VLLM_TAKEN.items()
     },
-    "dedicated, hf": (
-        {"vllm_engines": 1, "rollout": "hf"},
-        ["--vllm_engines needs --rollout vllm"],
-    ),
-    "dedicated, asleep": (
-        {"vllm_engines": 1, "vllm_sleep": "engine"},
-        ["--vllm_sleep engine with --vllm_engines 1", "drop --vllm_sleep"],
-    ),
-    "no trainer": (
-        {"vllm_engines": 1},
-        ["--vllm_engines 1", "no trainer in a launch of 1", "--num_processes 2"],
-    ),
+    "dedicated, hf": ({"vllm_engines": 1, "rollout": "hf"}, ["--vllm_engines needs --rollout vllm"]),
+    "dedicated, asleep": ({"vllm_engines": 1, "vllm_sleep": "engine"}, ["--vllm_engines 1", "drop --vllm_sleep"]),
+    "no trainer": ({"vllm_engines": 1}, ["--vllm_engines 1", "--num_processes 2"]),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
     "flash attention, shared rows": (
         {**FLASH, "batch_layout": "shared"},
-        ["--attn_implementation flash_attention_2", "--batch_layout packed"],
+        ["--attn_implementation flash", "--batch_layout packed"],
     ),
     "varlen, shared rows": (
         {"attn_implementation": "varlen", "batch_layout": "shared"},
-        ["--attn_implementation varlen", "--batch_layout packed"],
+        ["--attn_implementation", "--batch_layout packed"],
     ),
     "varlen, fp32": ({"attn_implementation": "varlen", "dtype": "float32"}, ["--dtype float32", "bfloat16", "sdpa"]),
     "flash attention, fp32": (
@@ -304,18 +261,10 @@ CASES = {
     "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "not 2"]),
     # verifiers
     "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
-    "no reward model to be alone": (
-        {"verifier": "reward_model"},
-        ["--verifier reward_model", "give --reward_model_name_or_path"],
-    ),
+    "no reward model to be alone": ({"verifier": "reward_model"}, ["give --reward_model_name_or_path"]),
     "unknown verifier file": ({"verifier": "nothing.py:score"}, ["--verifier", "no file 'nothing.py'", "'score'"]),
-    "a verifier file without .py": (
-        {"verifier": "PLACE/problems.jsonl:score"},
-        ["--verifier", "problems.jsonl' must have the extension .py", "problems.jsonl.py"],
-    ),
+    "a verifier file without .py": ({"verifier": "PLACE/problems.jsonl:score"}, ["--verifier", "problems.jsonl.py"]),
     "unknown function": ({"verifier": f"{VERIFIERS}:nothing"}, ["--verifier", "no function 'nothing'"]),
-    "function is none": ({"verifier": f"{VERIFIERS}:__name__"}, ["--verifier", "no function '__name__'"]),
-    "one of two verifiers": ({"verifier": "math,maths"}, ["--verifier", "'maths'"]),
     "weights": ({"reward_weights": ("math",)}, ["--reward_weights", "'math'", "NAME=NUMBER"]),
     "weight of nothing": ({"reward_weights": ("maths=1",)}, ["--reward_weights", "'maths'", "last_number"]),
     "reward model as gate": ({"reward_weights": ("reward_model=gate",)}, ["--reward_weights reward_model=gate"]),
@@ -331,18 +280,11 @@ CASES = {
     # KL
     "negative beta": ({"beta": -0.1}, ["--beta -0.1", "0 or more"]),
     "adaptive without KL": ({"kl_target": (6.0,)}, ["--kl_target", "--beta"]),
-    "adaptive, target zero": (
-        {"beta": 0.1, "kl_target": (0.0,)},
-        ["--kl_target", "above 0"],
-    ),
     "adaptive without place": (
         {"kl_target": (6.0,), "beta": 0.1, "kl_placement": "none"},
         ["--kl_target", "--kl_placement"],
     ),
-    "adaptive, short horizon": (
-        {"kl_target": (6.0, 12.0), "beta": 0.1},
-        ["--kl_target 6 12", "64 samples"],
-    ),
+    "adaptive, short horizon": ({"kl_target": (6.0, 12.0), "beta": 0.1}, ["--kl_target 6 12", "64 samples"]),
     "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
     "estimator of no reward": (
         {"kl_reward_estimator": "k2", "kl_placement": "none"},
@@ -357,27 +299,16 @@ CASES = {
         ["--kl_target", "--kl_reward_coef", "in the reward"],
     ),
     # places
-    "a run's name from a variable that is not set": (
-        {"run_name": "", "overwrite": True},
-        ["--run_name ''", "in --output_dir"],
-    ),
+    "a run's name from a variable that is not set": ({"run_name": "", "overwrite": True}, ["--run_name ''"]),
     "the folder of all runs": ({"run_name": "./.", "overwrite": True}, ["--run_name './.'", "in --output_dir"]),
     "a blank": ({"run_name": " "}, ["--run_name ' '"]),
     "the folder above": ({"run_name": "..", "overwrite": True}, ["--run_name '..'", "in --output_dir"]),
-    "another folder": ({"run_name": "a/../../b"}, ["--run_name 'a/../../b'", "in --output_dir"]),
-    "a folder anywhere": ({"run_name": "PLACE/model", "overwrite": True}, ["--run_name '/", "in --output_dir"]),
     "no experiment": ({"exp_name": ""}, ["--exp_name ''", "in --output_dir"]),
-    "an experiment above": ({"exp_name": "../x"}, ["--exp_name '../x'"]),
     "a name of many letters": ({"run_name": "名" * 86}, ["--run_name: has 258 bytes", "at most 255"]),
     "an experiment of many letters": ({"exp_name": "é" * 51}, ["--exp_name: has 102 bytes", "at most 100"]),
     "no folder of runs": ({"output_dir": ""}, ["--output_dir: is empty", "unset shell variable"]),
     "a home that no shell has replaced": ({"output_dir": "~/runs"}, ["--output_dir ~/runs", "not expanded"]),
-    "a home in a list": (
-        {"dataset": "a.jsonl, ~/b.jsonl"},
-        ["--dataset a.jsonl, ~/b.jsonl: '~' was not expanded", "absolute path"],
-    ),
-    "a home in a mixture": ({"dataset": '{"~/b.jsonl": 1.0}'}, ["--dataset", "not expanded", "absolute path"]),
-    "a home of a model": ({"model_name_or_path": "~/model"}, ["--model_name_or_path ~/model: '~' was not expanded"]),
+    "a home in a list": ({"dataset": "a.jsonl, ~/b.jsonl"}, ["--dataset a.jsonl, ~/b.jsonl", "absolute path"]),
     "a variable that is not set": ({"eval_dataset": ""}, ["--eval_dataset: is empty", "drop the flag"]),
     "one of several is not set": ({"reward_weights": ("math=1", "")}, ["--reward_weights: is empty"]),
     "a line of Windows": ({"run_name": "mine\r"}, ["--run_name 'mine\\r'", "dos2unix"]),
@@ -711,44 +642,6 @@ def call(*words: str, **environment: str) -> tuple[int, str, str, float]:
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return done.returncode, done.stdout, done.stderr, seconds
-
-
-COMMANDS = {
-    "model": ("--model_name_or_path models/nothing", ["--model_name_or_path models/nothing", "make setup"]),
-    "data": (
-        "--dataset PLACE/problems.jsonl --prompt_key problem --model_name_or_path PLACE/model",
-        ["--prompt_key problem", "question, answer"],
-    ),
-    "unknown flag": ("--learning_rat 1", ["learning_rat"]),
-}
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("case", COMMANDS)
-def test_exit_code_and_time(case, place):
-    flags, words = COMMANDS[case]
-    code, _, err, seconds = call(*script("grpo.py", *flags.replace("PLACE", str(place)).split()))
-    assert code == 2
-    for word in words:
-        assert word in err, err
-    assert "Traceback" not in err
-    assert seconds < 10  # one or two
-
-
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("--kl_estimator k9", ["--kl_estimator", "low_var_kl"]),
-        ("--kl_placement nowhere", ["--kl_placement", "reward"]),
-        ("--beta much", ["--beta"]),
-    ],
-)
-def test_a_value_that_a_flag_does_not_take(line, words, capsys):
-    with pytest.raises(SystemExit) as end:
-        flags.parse(Args, words=line.split())
-    assert end.value.code == 2
-    err = capsys.readouterr().err
-    assert all(word in err for word in words), err
 
 
 def imported(err: str) -> set[str]:

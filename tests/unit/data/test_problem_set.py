@@ -13,7 +13,6 @@ import sys
 import types
 import typing
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from helpers import ROOT, make_samples, read_jsonl
@@ -30,8 +29,6 @@ from runtime.run import directory, logger
 from runtime.training.memory import Sizes
 
 # ------------------------------------------------------------------------------------------------- problems, prompts
-
-MINE = f"{ROOT / 'tests' / 'verifiers.py'}:parity"
 
 
 def questions(problems: list[Problem]) -> list[str]:
@@ -76,6 +73,7 @@ def from_file(folder: Path, content: list[dict], **changes) -> tuple[list[Proble
 
 
 def test_split_is_seeded_and_disjoint(tmp_path):
+    """Equal prompts count once: else one could be held out and trained on."""
     splits = {seed: from_file(tmp_path, rows(), seed=seed) for seed in (1, 2)}
     for training, evaluation in splits.values():
         assert not set(questions(training)) & set(questions(evaluation))
@@ -84,114 +82,10 @@ def test_split_is_seeded_and_disjoint(tmp_path):
     # More evaluation problems keep those there were; the batch size has no say.
     more = from_file(tmp_path, rows(), eval_prompts=15, num_unique_prompts_rollout=4)[1]
     assert questions(more)[:10] == questions(splits[1][1])
-
-
-def test_equal_prompts_count_once(tmp_path):
-    """Else one prompt could be held out and trained on."""
     training, evaluation = from_file(tmp_path, rows() + rows() + [{"question": "0 + 1 =", "answer": "1", "level": 9}])
     assert len(training) + len(evaluation) == 30
-
-
-def test_no_evaluation(tmp_path):
     training, evaluation = from_file(tmp_path, rows(), eval_prompts=0)
     assert (len(training), evaluation) == (30, [])
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_sources(tmp_path, suffix):
-    path = tmp_path / f"problems.{suffix}"
-    if suffix == "jsonl":
-        path.write_text("\n".join(json.dumps(row) for row in rows()) + "\n\n")
-    elif suffix == "json":
-        path.write_text(json.dumps(rows(), indent=1))
-    else:
-        import pandas
-
-        frame = pandas.DataFrame(rows())
-        frame.to_csv(path, index=False) if suffix == "csv" else frame.to_parquet(path)
-    training, evaluation = problem_set.load_problems(Args(dataset=str(path), eval_prompts=10), truth_error)
-    problems = {p.messages[0]["content"]: p for p in training + evaluation}
-    assert len(problems) == 30
-    problem = problems["4 + 1 ="]
-    level = "1" if suffix == "csv" else 1  # its cells are text
-    assert (problem.truth, problem.verifier, problem.row["level"]) == ("5", "last_number", level)
-
-
-def test_columns_verifier_and_system_prompt(tmp_path):
-    content = [{"task": row["question"], "gold": 7} for row in rows()]
-    options = {"prompt_key": "task", "ground_truth_key": "gold", "system_prompt": "Be brief.", "verifier": MINE}
-    problem = from_file(tmp_path, content, **options)[0][0]
-    assert problem.messages[0] == {"role": "system", "content": "Be brief."}
-    assert [m["role"] for m in problem.messages] == ["system", "user"]
-    assert (problem.truth, problem.verifier) == ("7", MINE)
-
-
-def test_chat_messages_as_prompt(tmp_path):
-    chat = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
-    content = [{"question": [*chat, {"role": "user", "content": row["question"]}], "answer": "0"} for row in rows()]
-    problem = from_file(tmp_path, content)[0][0]
-    assert problem.messages[:2] == chat
-    assert len(problem.messages) == 3
-
-
-def published(folder: Path, row: dict, count: int = 20) -> Problem:
-    """The first problem of a file with rows of this form, told apart by their prompts."""
-    key = next(name for name in ("question", "problem", "messages", "prompt") if name in row)
-    content = [{**row, key: f"{i} {row[key]}" if isinstance(row[key], str) else row[key]} for i in range(count)]
-    if key == "messages":
-        for i, each in enumerate(content):
-            each[key] = json.loads(json.dumps(each[key]).replace("What", f"{i} What"))
-    chosen = from_file(folder, content, eval_prompts=0, num_unique_prompts_rollout=1)
-    return min(chosen[0], key=lambda problem: problem.messages[-1]["content"])
-
-
-ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": " 2 + 3?"}]}]
-TESTS = '[{"input": "1 2\\n", "output": "3\\n", "testtype": "stdin"}]'
-KEPT = "[{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}]"
-READ = [  # a row as data sets publish it -> (verifier, truth)
-    ({"problem": "Half?", "answer": ["1/2", "one half"]}, ("math", '["1/2", "one half"]')),
-    ({"problem": "Half?", "answer": ["50\\%"]}, ("math", "50\\%")),
-    ({"problem": "Half?", "answer": "0.5", "images": [], "image_1": {"bytes": None}}, ("math", "0.5")),
-    ({"messages": ASKED, "ground_truth": ["5"], "dataset": ["gsm8k"]}, ("gsm8k", "5")),
-    ({"messages": PARTS, "ground_truth": "5"}, ("last_number", "5")),
-    ({"question": "Add.", "tests": TESTS}, ("code", TESTS)),
-    ({"messages": ASKED, "ground_truth": [TESTS], "dataset": ["code_stdio"]}, ("code", TESTS)),
-    ({"messages": ASKED, "ground_truth": KEPT, "dataset": "ifeval"}, ("ifeval", KEPT)),
-    (
-        {"prompt": "Say it.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"N": None}]},
-        ("ifeval", "punctuation:no_comma"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("row", "found"), READ, ids=range(len(READ)))
-def test_rows_as_they_are_published(tmp_path, row, found):
-    problem = published(tmp_path, row)
-    assert (problem.verifier, problem.truth) == found
-    assert isinstance(problem.messages[-1]["content"], str)
-
-
-PICTURE = [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "image_url", "image_url": "x"}]}]
-REFUSED_ROWS = [
-    ({"problem": "What?", "answer": "5", "images": ["a.png"]}, "picture in its column 'images'"),
-    ({"problem": "<image> What?", "answer": "5"}, "picture in its prompt"),
-    ({"problem": "<image 2> What?", "answer": "5"}, "picture in its prompt (<image 2>)"),
-    ({"problem": "What?", "answer": "5", "image_1": {"bytes": "x", "path": None}}, "picture in its column 'image_1'"),
-    ({"problem": "What?", "answer": "5", "videos": ["a.mp4"]}, "videos in its column 'videos'"),
-    ({"messages": PICTURE, "ground_truth": "5"}, "a part of type 'image_url'"),
-    ({"question": "Which?", "choices": ["cat", "dog"], "answer": 1}, "choices in its column 'choices'"),
-    ({"question": "Which?", "options": {"A": "cat", "B": "dog"}, "answer": "1"}, "choices in its column 'options'"),
-    ({"problem": "Prove it.", "answer": "proof"}, "having no answer"),
-    ({"problem": "What?", "solution": "We add the numbers and get 5."}, "a solution without a box"),
-]
-
-
-@pytest.mark.parametrize(("row", "why"), REFUSED_ROWS, ids=range(len(REFUSED_ROWS)))
-def test_rows_that_would_train_on_something_else(tmp_path, capsys, row, why):
-    with pytest.raises(SystemExit):
-        published(tmp_path, row, 1)
-    assert why in capsys.readouterr().err
 
 
 def test_contradicting_rows_are_counted(tmp_path, capsys):
@@ -208,55 +102,18 @@ def tokenizer(tiny):
     return AutoTokenizer.from_pretrained(tiny)
 
 
-class AddsBos:
-    """A tokenizer that puts its BOS before everything, as Llama's does, and whose template writes the same BOS."""
-
-    added_tokens_decoder: ClassVar[dict] = {}
-
-    def __init__(self, tokenizer):
-        self.inner = tokenizer
-
-    def apply_chat_template(self, messages, **options):
-        assert options["tokenize"] is False and options["add_generation_prompt"] is True
-        return "<|im_start|>" + messages[-1]["content"]
-
-    def __call__(self, text, add_special_tokens=True):
-        ids = self.inner(text, add_special_tokens=False)["input_ids"]
-        return {"input_ids": [self.inner.convert_tokens_to_ids("<|im_start|>")] * add_special_tokens + ids}
-
-
 def problem(text: str) -> Problem:
     return Problem([{"role": "user", "content": text}], "1", "exact", {})
 
 
-def test_no_second_bos(tokenizer):
-    problems = [problem("1 + 1 =")]
-    rendering.render_prompts(problems, AddsBos(tokenizer), Args())
-    bos = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    assert problems[0].prompt_ids[0] == bos and problems[0].prompt_ids.count(bos) == 1
-
-
 @pytest.mark.parametrize("template", ["", "Answer this:", "{{ prompt }}"])
-def test_a_template_that_reads_no_messages(tokenizer, tmp_path, capsys, template):
+def test_a_template_that_reads_no_messages(tokenizer, tmp_path, refused, template):
     """Every prompt would be the same text, or none: an undefined variable writes nothing."""
     (tmp_path / "mine.jinja").write_text(template)
     args = Args(chat_template=str(tmp_path / "mine.jinja"))
-    with pytest.raises(SystemExit) as end:
-        rendering.render_prompts([problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args)
-    assert end.value.code == 2
-    assert f"--chat_template {tmp_path}/mine.jinja does not render the messages" in capsys.readouterr().err
-
-
-def test_prompts_as_the_template_writes_them(tokenizer, tmp_path):
-    problems = [problem("1 + 1 =")]
-    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}]{% endfor %}>")
-    for template, expected in {
-        "chatml": "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n",
-        "question_answer": "Question: 1 + 1 =\nAnswer:",
-        str(tmp_path / "mine.jinja"): "[1 + 1 =]>",
-    }.items():
-        rendering.render_prompts(problems, tokenizer, Args(chat_template=template))
-        assert tokenizer.decode(problems[0].prompt_ids) == expected
+    assert f"--chat_template {tmp_path}/mine.jinja does not render the messages" in refused(
+        rendering.render_prompts, [problem("1 + 1 ="), problem("1 + 2 =")], tokenizer, args
+    )
 
 
 # ------------------------------------------------------------------------------------------------ order of the prompts
@@ -388,21 +245,15 @@ def other_value(name: str):
     return ("a",) if hint == tuple[str, ...] else "other"
 
 
-@pytest.mark.parametrize("name", sorted(set(FIELDS) - set(flags.MAY_CHANGE)))
-def test_an_argument_changes_the_name(name):
-    changed = Args(**{name: other_value(name)})
-    assert directory.run_name(changed, Args()) != directory.run_name(Args(), Args())
-    assert directory.run_name(changed, Args()) == directory.run_name(Args(**{name: other_value(name)}), Args())
-
-
-def test_all_single_changes_have_names_of_their_own():
-    names = [directory.run_name(Args(**{n: other_value(n)}), Args()) for n in FIELDS if n not in flags.MAY_CHANGE]
-    assert len(set(names)) == len(names) > 80
-
-
-@pytest.mark.parametrize("name", sorted(set(flags.MAY_CHANGE) - {"run_name"}))
-def test_what_may_change_keeps_the_name(name):
-    assert directory.run_name(Args(**{name: other_value(name)}), Args()) == directory.run_name(Args(), Args())
+def test_an_argument_changes_the_name():
+    """Each in its own way, and the same one each time; what may change on resumption keeps it."""
+    free = set(flags.MAY_CHANGE)
+    changed = {name: [directory.run_name(Args(**{name: other_value(name)}), Args()) for _ in "ab"] for name in FIELDS}
+    assert all(first == again for first, again in changed.values())
+    plain = directory.run_name(Args(), Args())
+    assert all(changed[name][0] == plain for name in free - {"run_name"})
+    names = {plain, *(changed[name][0] for name in FIELDS if name not in free)}
+    assert len(names) == 1 + len(FIELDS) - len(free) > 80
 
 
 def test_the_form_of_a_name():
@@ -540,21 +391,6 @@ def test_overwrite_leaves_nothing_of_the_old_run(tmp_path):
     assert sorted(f.name for f in (tmp_path / "run").iterdir()) == ["config.json", "lock"]
 
 
-@pytest.mark.slow
-def test_wandb_reads_group_tags_and_mode_from_the_environment(tmp_path, monkeypatch):
-    """The real wandb, offline: there is no flag of ours for what it reads itself."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_RUN_GROUP", "kl_sweep")
-    monkeypatch.setenv("WANDB_TAGS", "math,k1")
-    log = new_log(tmp_path / "run", track=("wandb",))
-    try:
-        run = log.trackers["wandb"]
-        assert (run.group, sorted(run.tags), run.offline) == ("kl_sweep", ["k1", "math"], True)
-        assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
-    finally:
-        log.close()
-
-
 def test_wandb_that_cannot_be_reached(tmp_path, monkeypatch, capsys):
     """Tracking goes offline with one line, and the run goes on."""
     import wandb
@@ -605,28 +441,25 @@ def test_wandb_asks_nobody_and_stops_nothing(tmp_path, monkeypatch, capsys):
 def test_wandb_advertises_nothing_unless_its_variable_asks_for_it(tmp_path, monkeypatch, own):
     """vLLM imports openai, and wandb then recommends Weave. A value of the user's own stays."""
     import wandb
-    from wandb.integration import weave
 
-    said = []
+    found = []
 
     def init(**_):
-        weave.init_weave_if_imported(None, "project")
+        found.append(os.environ["WANDB_DISABLE_WEAVE"])
         return types.SimpleNamespace(log=lambda record, step: None, finish=lambda: None)
 
-    monkeypatch.setitem(sys.modules, "openai", types.ModuleType("openai"))
     monkeypatch.setenv("WANDB_DISABLE_WEAVE", own or "")
     if own is None:
         monkeypatch.delenv("WANDB_DISABLE_WEAVE")
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "termlog", lambda text, **_: said.append(text))
     new_log(tmp_path / "run", track=("wandb",)).close()
-    assert any("Weave" in text for text in said) == (own == "false")
+    assert found == [own or "true"]
 
 
 # ----------------------------------------------------------------------------------------- verifiers and truths of rows
 
 
-def test_verifier_of_a_row(tmp_path, capsys):
+def test_verifier_of_a_row(tmp_path, refused):
     content = rows()
     for i, name in enumerate(["exact", ["exact", "format"], "exact, format", None]):
         content[i]["scored_by"] = name
@@ -634,37 +467,11 @@ def test_verifier_of_a_row(tmp_path, capsys):
     found = {p.truth: p.verifier for p in training}
     assert [found[str(i + 1)] for i in range(5)] == ["exact", "exact,format", "exact, format", "gsm8k", "gsm8k"]
     content[7]["scored_by"] = "maths"
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content, verifier_key="scored_by")
-    assert end.value.code == 2
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier_key="scored_by")
     assert "--verifier_key scored_by" in message and "row 7" in message and "'maths'" in message
 
 
-def test_bad_rows(tmp_path, capsys):
-    content = rows()
-    content[3]["answer"] = "four"
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content)
-    assert end.value.code == 2
-    message = capsys.readouterr().err
-    assert "row 3" in message and "'four'" in message and "--bad_rows drop" in message
-    content[8]["answer"] = "nine"
-    training, evaluation = from_file(tmp_path, content, bad_rows="drop")
-    assert len(training) + len(evaluation) == 28
-    assert not {"3 + 1 =", "8 + 1 ="} & set(questions(training + evaluation))
-    said = capsys.readouterr().out
-    assert "2 of 30 rows" in said and "rows 3, 8" in said and "'four'" in said
-
-
-def test_truths_that_are_lists(tmp_path):
-    tests = [{"input": [1, 2], "output": 3}]
-    content = [{**row, "answer": tests, "entry_point": "add"} for row in rows()]
-    training, _ = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
-    assert json.loads(training[0].truth) == tests
-
-
-def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
+def test_code_rows_that_cannot_be_passed(tmp_path, refused):
     """Their tests are run when the data is read: the row, the column of its solution and the reason are named."""
     check = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
     right = {"answer": check, "entry_point": "add", "solution": "def add(a, b):\n    return a + b"}
@@ -674,28 +481,20 @@ def test_code_rows_that_cannot_be_passed(tmp_path, capsys):
     content[3]["answer"] = "import torch\n" + check
     content[5]["solution"] = "def add(a, b):\n    return (x for x in [a + b])"
     content[7]["time_limit"] = float("nan")
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
-    assert end.value.code == 2
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     assert "3 of 30 rows" in message and "rows 3, 5, 7" in message and "No module named 'torch'" in message
     content[3]["answer"] = check
-    with pytest.raises(SystemExit):
-        from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     assert "row 5" in message and "in column solution" in message and "generator is not a value" in message
     training, evaluation = from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True, bad_rows="drop")
     assert len(training) + len(evaluation) == 28
 
 
-def test_code_without_namespaces(tmp_path, capsys, monkeypatch):
+def test_code_without_namespaces(tmp_path, capsys, refused, monkeypatch):
 
     monkeypatch.setattr(sandbox, "namespaces_refused", lambda: "not permitted")
     content = [{**row, "answer": [{"stdin": "", "stdout": "1"}]} for row in rows()]
-    with pytest.raises(SystemExit) as end:
-        from_file(tmp_path, content, verifier="code")
-    assert end.value.code == 2
-    message = capsys.readouterr().err
+    message = refused(from_file, tmp_path, content, verifier="code")
     assert "not permitted" in message and "--allow_unsafe_code_exec" in message
     from_file(tmp_path, content, verifier="code", allow_unsafe_code_exec=True)
     assert capsys.readouterr().out.count("no sandbox") == 1

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from helpers import ROOT, real, script
+from helpers import ROOT, read_jsonl, script
 
 from graders.code import sandbox
 from grpo import Args
@@ -22,6 +22,9 @@ from rewards import truth_error
 from runtime.arguments import values
 from runtime.data import problem_set, rendering, samples, sources
 from runtime.run import directory
+
+# A row, and what becomes of it: its verifier, truth and a part of its prompt, or what is said against it.
+PUBLISHED = read_jsonl(ROOT / "tests" / "rows.jsonl")
 
 
 def rows(count: int = 30, first: int = 0) -> list[dict]:
@@ -57,15 +60,12 @@ def questions(problems: list[samples.Problem]) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
-def test_lists_with_blanks(tmp_path):
-    second, third = write(tmp_path / "c.jsonl", rows(20)), write(tmp_path / "d.jsonl", rows(20, first=20))
-    assert len(everything(Args(dataset=f"{second}, {third}"))) == 40
-
-
 def test_a_byte_order_mark_is_no_text(tmp_path):
     """Editors of Windows write one at the beginning of a file."""
     (tmp_path / "a.json").write_text(json.dumps(rows(20)), encoding="utf-8-sig")
     assert len(everything(Args(dataset=f"{tmp_path}/a.json"))) == 20
+    (tmp_path / "a.csv").write_text("question,answer\n1,2\n", encoding="utf-8-sig")
+    assert everything(Args(dataset=f"{tmp_path}/a.csv"))[0].row == {"question": "1", "answer": "2"}
     (tmp_path / "t.jinja").write_text("{{ messages[0]['content'] }}", encoding="utf-8-sig")
     assert Args(chat_template=f"{tmp_path}/t.jinja").template.text == "{{ messages[0]['content'] }}"
 
@@ -89,7 +89,7 @@ def test_a_column_of_verifiers_that_is_not_there(tmp_path, capsys):
 
 def test_several_files(tmp_path):
     first, second = write(tmp_path / "a.jsonl", rows(20)), write(tmp_path / "b.jsonl", rows(20, first=15))
-    for source in (f"{first},{second}", f"{tmp_path}/*.jsonl"):
+    for source in (f"{first},{second}", f"{first}, {second}", f"{tmp_path}/*.jsonl"):
         found = everything(Args(dataset=source, eval_prompts=5))
         assert sorted(questions(found)) == sorted(row["question"] for row in rows(35)), "five are in both files"
 
@@ -112,7 +112,7 @@ def test_ends_of_line_inside_a_text(tmp_path):
     """JSON allows U+2028 unescaped in a string; a reader that splits there sees two broken rows."""
     content = rows() + [{"question": "one\u2028two \u0085 three", "answer": "3"}]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
-    (tmp_path / "a.jsonl").write_text(text)
+    (tmp_path / "a.jsonl").write_text(text + "\n")
     assert len(everything(Args(dataset=str(tmp_path / "a.jsonl")))) == 31
 
 
@@ -139,18 +139,11 @@ CHANGED_BY_THE_LIBRARY = {
 @pytest.mark.parametrize("case", CHANGED_BY_THE_LIBRARY)
 def test_rows_stay_what_the_file_says(tmp_path, case):
     """Here they do; the JSON reader of datasets, which would be shorter, changes each of these or fails."""
-    import datasets
-
     content = [{"question": str(i), "answer": answer} for i, answer in enumerate(CHANGED_BY_THE_LIBRARY[case])]
     path = write(tmp_path / "a.jsonl", content)
     (tmp_path / "b.json").write_text(json.dumps(content))
     for source in (path, str(tmp_path / "b.json")):
         assert [p.row for p in everything(Args(dataset=source, verifier="format"))] == content
-    try:
-        found = datasets.load_dataset("json", data_files=path, split="train").to_list()
-    except (ValueError, datasets.exceptions.DatasetGenerationError):
-        return
-    assert json.dumps(found, default=repr) != json.dumps(content), "nothing is left that speaks against its reader"
 
 
 def test_a_changed_file_with_its_old_time_is_read_again(tmp_path):
@@ -208,7 +201,7 @@ def test_a_broken_line_is_named(tmp_path, capsys, monkeypatch, large):
 
 
 def test_a_split_of_its_own_for_evaluation(tmp_path):
-    """@SPLIT of a folder or hub id; what has none takes train."""
+    """@SPLIT of a folder or hub id; what has none takes train. What is evaluated on, in its order, trains nothing."""
     import datasets
 
     parts = {"train": rows(30), "test": rows(10, first=25)}
@@ -219,17 +212,6 @@ def test_a_split_of_its_own_for_evaluation(tmp_path):
     assert sorted(questions(training)) == sorted(row["question"] for row in rows(25))
     assert {p.source for p in training + evaluation} == {"sums"}
     assert len(everything(Args(dataset=f"{folder}@test"))) == 10
-
-
-def test_evaluation_on_other_data(tmp_path):
-    """The first ones, in their order; what is evaluated on is not trained on."""
-    train, test = write(tmp_path / "train.jsonl", rows(30)), write(tmp_path / "test.jsonl", rows(10, first=25))
-    training, evaluation = problem_set.load_problems(
-        Args(dataset=train, eval_dataset=test, eval_prompts=7), truth_error
-    )
-    assert questions(evaluation) == [row["question"] for row in rows(7, first=25)]
-    assert sorted(questions(training)) == sorted(row["question"] for row in rows(25))
-    assert (training[0].source, evaluation[0].source) == ("train", "test")
 
 
 CSV = {
@@ -255,19 +237,18 @@ def test_csv_cells_stay_what_the_file_says(tmp_path, case):
     assert found[0].row == {"question": "0", "answer": text}
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize(("lines", "cells"), [(16, 15_000), (40_000, 50), (2_000_000, 2)])
-def test_csv_cells_of_many_lines(tmp_path, lines, cells):
-    """The reader takes a file in blocks of a megabyte unless told otherwise, and lines for rows at their borders."""
-    texts = [f"{i}\n" + "x, y\n" * lines for i in range(cells)]
-    (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f'"{text}",7\n' for text in texts))
-    assert questions(everything(Args(dataset=str(tmp_path / "a.csv")))) == texts
-
-
-def test_csv_cells_at_the_borders_of_blocks(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("lines", "cells", "block"),
+    [
+        (150, 200, 2**14),
+        pytest.param(16, 15_000, sources.CSV_BLOCK, marks=pytest.mark.integration),
+        pytest.param(2_000_000, 2, sources.CSV_BLOCK, marks=pytest.mark.integration),
+    ],
+)
+def test_csv_cells_at_the_borders_of_blocks(tmp_path, monkeypatch, lines, cells, block):
     """A file that has more than one block: a line inside a cell is no row, wherever a block ends."""
-    monkeypatch.setattr(sources, "CSV_BLOCK", 2**14)
-    texts = [f"{i}\n" + "x, y\n" * 150 for i in range(200)]
+    monkeypatch.setattr(sources, "CSV_BLOCK", block)
+    texts = [f"{i}\n" + "x, y\n" * lines for i in range(cells)]
     (tmp_path / "a.csv").write_text("question,answer\n" + "".join(f'"{text}",7\n' for text in texts))
     assert questions(everything(Args(dataset=str(tmp_path / "a.csv")))) == texts
 
@@ -287,17 +268,6 @@ def test_files_in_another_encoding_are_refused(tmp_path, capsys, case, suffix):
     (tmp_path / f"a.{suffix}").write_bytes(NOT_UTF8[case])
     message = refusal(capsys, Args(dataset=str(tmp_path / f"a.{suffix}")))
     assert f"--dataset {tmp_path}/a.{suffix}: not valid {suffix}" in message and "save it as UTF-8" in message
-
-
-def test_a_csv_column_twice(tmp_path, capsys):
-    (tmp_path / "a.csv").write_text("question,answer,answer\n1,2,3\n")
-    message = refusal(capsys, Args(dataset=str(tmp_path / "a.csv")))
-    assert "not valid csv: two columns have one name; its columns are question, answer, answer" in message
-
-
-def test_a_byte_order_mark(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbfquestion,answer\n1,2\n")
-    assert everything(Args(dataset=str(tmp_path / "a.csv")))[0].row == {"question": "1", "answer": "2"}
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -420,6 +390,7 @@ def test_mixer_draws_by_the_seed(tmp_path):
     ("mixture", "words"),
     [
         ("{a: 1}", ["not valid JSON", "for example"]),
+        ("reasoning_gym:chain_sum?size=100&size=50", ["'size' is there twice"]),
         ("{}", ["names no source"]),
         ('{"a": 1.5}', ["'a'", "1.5", "fraction in (0, 1]"]),
         ('{"a": 0}', ["'a'", "count above 0"]),
@@ -435,71 +406,27 @@ def test_mixer_refusals(tmp_path, capsys, mixture, words):
         assert word in message
 
 
-def test_an_option_of_a_task_twice(capsys):
-    message = refusal(capsys, Args(dataset="reasoning_gym:chain_sum?size=100&size=50"))
-    assert "'size' is there twice" in message
-
-
 # ------------------------------------------------------------------------------------------------------- known columns
 
-KNOWN = {
-    "gsm8k": (
-        {"question": "How many?", "answer": "2 + 2 = 4\n#### 4"},
-        "How many?",
-        "gsm8k",
-        "2 + 2 = 4\n#### 4",
-        None,
-    ),
-    "MATH": ({"problem": "$1+1$", "answer": "2", "solution": "\\boxed{2}"}, "$1+1$", "math", "2", "\\boxed{}"),
-    "MATH without answers": (
-        {"problem": "$1+1$", "solution": "is \\boxed{2}"},
-        "$1+1$",
-        "math",
-        "is \\boxed{2}",
-        "boxed",
-    ),
-    "countdown": ({"nums": [3, 5, 7], "target": 22}, "3, 5, 7", "countdown", "22", None),
-    "APPS": (
-        {
-            "question": "Add.",
-            "input_output": '{"inputs": ["1 2"], "outputs": ["3"]}',
-            "starter_code": "",
-            "solutions": "x",
-        },
-        "Add.",
-        "code",
-        '{"inputs": ["1 2"], "outputs": ["3"]}',
-        None,
-    ),
-    "TACO": (
-        {
-            "question": "Add.",
-            "input_output": '{"inputs": [[1]], "outputs": [2], "fn_name": "add"}',
-            "starter_code": "def add",
-        },
-        "Add.\n\ndef add",
-        "code",
-        '{"inputs": [[1]], "outputs": [2], "fn_name": "add"}',
-        None,
-    ),
-    "AReaL": (
-        {"query_id": "7", "prompt": "Add.", "task": "code", "input_output": {"inputs": ["1"], "outputs": ["2"]}},
-        "Add.",
-        "code",
-        '{"inputs": ["1"], "outputs": ["2"]}',
-        None,
-    ),
-    "other": ({"question": "1 + 1", "answer": "2"}, "1 + 1", "last_number", "2", None),
-}
+CHAT_ROW = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "It is 2."}]
 
 
-@pytest.mark.parametrize("case", KNOWN)
+@pytest.mark.parametrize("case", [case for case in PUBLISHED if "verifier" in case], ids=lambda case: case["about"])
 def test_known_columns(tmp_path, case):
-    row, prompt, verifier, truth, system = KNOWN[case]
-    (problem,) = problem_set.read_problems(write(tmp_path / "a.jsonl", [row]), Args(), truth_error).values()
-    assert prompt in problem.messages[-1]["content"]
-    assert (problem.verifier, problem.truth) == (verifier, truth)
-    assert (system or "") in problem.messages[0]["content"] and len(problem.messages) == 1 + (system is not None)
+    """Rows of published data sets need no flag; those of MATH are asked for a box."""
+    (problem,) = everything(Args(dataset=write(tmp_path / "a.jsonl", [case["row"]]), eval_prompts=0))
+    assert (problem.verifier, problem.truth) == (case["verifier"], case["truth"])
+    *before, last = problem.messages
+    assert last["role"] == "user" and case["prompt"] in last["content"]
+    assert ["boxed" in message["content"] for message in before] == [True] * ("problem" in case["row"])
+
+
+ELSEWHERE = [case for case in PUBLISHED if "verifier" not in case and "place" not in case]
+
+
+@pytest.mark.parametrize("case", ELSEWHERE, ids=lambda case: case["says"])
+def test_rows_that_would_train_on_something_else(tmp_path, capsys, case):
+    assert case["says"] in refusal(capsys, Args(dataset=write(tmp_path / "a.jsonl", [case["row"]])))
 
 
 def test_flags_win_over_known_columns(tmp_path):
@@ -523,14 +450,6 @@ def test_countdown_can_be_scored(tmp_path, nums):
     assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
 
 
-@pytest.mark.parametrize(("file", "count", "verifier"), [("gsm8k_test", 1319, "gsm8k"), ("math500", 500, "math")])
-def test_real_files_need_no_flags(file, count, verifier):
-    problems = problem_set.read_problems(str(real(f"{file}.jsonl")), Args(), truth_error).values()
-    assert len(problems) == count
-    assert {(p.verifier, p.source) for p in problems} == {(verifier, file)}
-
-
-CHAT_ROW = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "It is 2."}]
 VERL = {  # as its examples/data_preprocess write them
     "data_source": "openai/gsm8k",
     "prompt": [{"role": "user", "content": "How many? Output the final answer after ####."}],
@@ -568,14 +487,6 @@ def test_countdown_prepared_by_tinyzero(tmp_path):
     assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
 
 
-def test_open_instructs_columns(tmp_path):
-    """messages, ground_truth, and dataset names the verifier; the answer that closes the messages is no prompt."""
-    content = [{"messages": CHAT_ROW, "ground_truth": "2", "dataset": "MATH"}]
-    (problem,) = everything(Args(dataset=write(tmp_path / "a.jsonl", content)))
-    assert problem.messages == CHAT_ROW[:1]
-    assert (problem.truth, problem.verifier) == ("2", "math")
-
-
 def test_a_closing_answer_never_stays_in_the_prompt(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [{"question": CHAT_ROW * 2, "answer": "2"}])
     (problem,) = everything(Args(dataset=source))
@@ -595,7 +506,7 @@ def test_dotted_columns(tmp_path, capsys):
     assert "row 0 has no 'task.gold.none'" in message
 
 
-def test_problems_of_reasoning_gym_by_their_answers(capsys):
+def test_problems_of_reasoning_gym_by_their_answers(refused):
     """min_answer leaves out smaller answers and nothing else; a task whose answers are no numbers cannot have it."""
     task = "reasoning_gym:chain_sum?size=60&min_terms=2&max_terms=2&min_digits=1&max_digits=1"
     rows = sources.gym_rows(task, 1)
@@ -603,9 +514,7 @@ def test_problems_of_reasoning_gym_by_their_answers(capsys):
     assert sources.gym_rows(f"{task}&min_answer=0", 1) == [row for row in rows if float(row["answer"]) >= 0]
     assert sources.gym_rows(f"{task}&min_answer=-99", 1) == rows
     for wrong in ("reasoning_gym:leg_counting?size=2&min_answer=[]", "reasoning_gym:letter_jumble?size=2&min_answer=0"):
-        with pytest.raises(SystemExit) as end:
-            sources.gym_rows(wrong, 1)
-        assert end.value.code == 2 and f"--dataset {wrong}" in capsys.readouterr().err
+        assert f"--dataset {wrong}" in refused(sources.gym_rows, wrong, 1)
 
 
 @pytest.mark.parametrize(("task", "verifier"), [("spell_backward", "reasoning_gym"), ("chain_sum", "last_number")])
@@ -615,6 +524,7 @@ def test_tasks_of_reasoning_gym_need_no_verifier(task, verifier):
 
     problems = everything(Args(dataset=f"reasoning_gym:{task}?size=40", eval_prompts=5))
     assert {p.verifier for p in problems} == {verifier}
+    assert ("<answer>" in problems[0].messages[0]["content"]) == (verifier == "reasoning_gym")
     for p in problems:
         assert rewards.find_verifier(p.verifier)(f"<answer>{p.truth}</answer>", p.truth, p.row).score == 1
 
@@ -636,35 +546,7 @@ def test_several_evaluation_sources(tmp_path, capsys):
 
 # ------------------------------------------------------------------------------------------------------------ bad rows
 
-BAD = {
-    "no prompt": ({"question": None, "answer": "1"}, "row 7 has an empty 'question'"),
-    "empty prompt": ({"question": "", "answer": "1"}, "row 7 has an empty 'question'"),
-    "no truth": ({"question": "1 + 1", "answer": None}, "row 7 has an empty 'answer'"),
-    "empty truth": ({"question": "1 + 1", "answer": ""}, "row 7 has an empty 'answer'"),
-    "empty list as truth": ({"question": "1 + 1", "answer": []}, "row 7 has an empty 'answer'"),
-    "not a number as truth": ({"question": "1 + 1", "answer": float("nan")}, "row 7 has an empty 'answer'"),
-    "missing column": ({"question": "1 + 1"}, "row 7 has no 'answer'"),
-    "number as prompt": ({"question": 5, "answer": "1"}, "row 7 its prompt must be text or chat messages"),
-    "no messages": ({"question": ["a"], "answer": "1"}, "row 7 its prompt must be text or chat messages"),
-    "messages without content": ({"question": [{"role": "user"}], "answer": "1"}, "with role and content"),
-    "not an object": (["1 + 1", "2"], "row 7 is list, not an object"),
-    "half an emoji in the prompt": (
-        {"question": "1 + 1 \ud83d =", "answer": "2"},
-        "row 7 has a 'question' that is not UTF-8",
-    ),
-    "half an emoji in a message": (
-        {"question": [{"role": "user", "content": "\ud83d"}], "answer": "2"},
-        "row 7 has a 'question' that is not UTF-8 text",
-    ),
-    "half an emoji in the truth": (
-        {"question": "1 + 1", "answer": "2\udcff"},
-        "row 7 has a 'answer' that is not UTF-8 text, at '2\\udcff'",
-    ),
-    "truth of another kind": (
-        {"question": "1 + 1", "answer": "two"},
-        "row 7 has a ground truth that its own verifier last_number",
-    ),
-}
+BAD = {case["about"]: (case["row"], case["says"]) for case in PUBLISHED if "place" in case}  # of a bad row behind 7
 
 
 @pytest.mark.parametrize(
@@ -728,8 +610,8 @@ def test_every_row_without_the_column(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.jsonl", '{"question": "1", "answer": "1"}\n\n{"question"\n', ["not valid jsonl", "line 3"]),
         ("a.json", '{"question": "1"}', ["not valid json", "not a list of rows"]),
+        ("a.csv", "question,answer,answer\n1,2,3\n", ["two columns have one name", "question, answer, answer"]),
         ("a.parquet", "not parquet", ["not valid parquet"]),
         ("a.jsonl", '{"question": "1", "answer": "1"}\n' + "[" * 100_000, ["not valid jsonl", "line 2", "recursion"]),
         ("a.json", "[" * 100_000, ["not valid json", "recursion"]),
@@ -767,38 +649,23 @@ def test_own_template_is_the_tokenizers(tokenizer):
         assert rendering.render([messages], tokenizer, None) == [ids]
 
 
-@pytest.mark.skipif(not (ROOT / "models/SmolLM2-135M-Instruct").is_dir(), reason="the default model is not set up")
-def test_templates_of_a_real_tokenizer():
-    """SmolLM2's own template is ChatML once there is a system message."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/SmolLM2-135M-Instruct")
-    for messages in (CHAT, CHAT[1:2]):
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert rendering.render([messages], tokenizer, None) == [ids]
-    own, named = (rendering.render([CHAT], tokenizer, template) for template in (None, values.CHAT_TEMPLATES["chatml"]))
-    assert own == named
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("chatml", "<|im_start|>user\n1 + 1 = <|im_end|>\n<|im_start|>assistant\n"),
         ("tulu", "<|user|>\n1 + 1 = \n<|assistant|>\n"),
         ("question_answer", "Question: 1 + 1 = \nAnswer:"),
+        (
+            "tulu",  # of a whole chat: it ends an answer
+            "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
+            "<|user|>\nand «ß» 2?\n<|assistant|>\n",
+        ),
     ],
 )
 def test_named_templates(tokenizer, name, expected):
-    (ids,) = rendering.render([CHAT[1:2]], tokenizer, values.CHAT_TEMPLATES[name])
+    chat = CHAT if "brief" in expected else CHAT[1:2]
+    (ids,) = rendering.render([chat], tokenizer, values.CHAT_TEMPLATES[name])
     assert tokenizer.decode(ids) == expected
-
-
-def test_tulu_ends_an_answer(tokenizer):
-    text = tokenizer.decode(rendering.render([CHAT], tokenizer, values.CHAT_TEMPLATES["tulu"])[0])
-    assert text == (
-        "<|system|>\nBe  brief.\n\n<|user|>\n1 + 1 = \n<|assistant|>\n2<|im_end|>\n"
-        "<|user|>\nand «ß» 2?\n<|assistant|>\n"
-    )
 
 
 def test_r1_asks_for_what_the_verifier_takes(tokenizer):
@@ -882,13 +749,6 @@ def test_prompts_do_not_depend_on_the_day(tiny, tmp_path, monkeypatch, cache, ca
     assert "2024" in on(2025)[0][-1], "a date, as the template asks for one"
 
 
-def test_the_date_is_part_of_the_key(tokenizer, monkeypatch):
-    """A cache entry of one date is not used for another."""
-    before = rendering.prompt_key(tokenizer, Args())
-    monkeypatch.setattr(rendering, "TODAY", datetime.datetime(2030, 1, 1))
-    assert rendering.prompt_key(tokenizer, Args()) != before
-
-
 def test_mistrals_own_tokenizer_is_not_taken(tiny, tmp_path, tokenizer):
     """transformers takes it wherever mistral-common is installed and the model has a tekken.json."""
     folder = shutil.copytree(tiny, tmp_path / "mistral")
@@ -927,30 +787,22 @@ def test_a_template_that_does_not_take_the_prompt(tokenizer, tmp_path, monkeypat
     assert f"the chat template does not take a prompt {why}" in message and remedy in message
 
 
-def test_the_remedy_for_a_template_without_a_system_role(tiny, tmp_path):
-    """--system_prompt "" leaves out ours and that of the data."""
-    from transformers import AutoTokenizer
-
-    gemma = AutoTokenizer.from_pretrained(tiny)
-    gemma.chat_template = NO_SYSTEM
-    content = [{"problem": "1 + 1", "answer": "2"}]
-    own = [{"problem": CHAT[:2], "answer": "2"}]
-    for rows in (content, own):
-        args = Args(dataset=write(tmp_path / "a.jsonl", rows), system_prompt="")
-        (problem,) = rendering.render_prompts(everything(args), gemma, args)
-        assert gemma.decode(problem.prompt_ids).startswith("user: 1 + 1")
-
-
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [(None, ["Be  brief.\n"]), ("Add.", ["Add."]), ("", [])],
+    ("asked", "given", "expected"),
+    [
+        (CHAT[:2], None, ["Be  brief.\n"]),
+        (CHAT[:2], "Add.", ["Add."]),
+        (CHAT[:2], "", []),
+        (CHAT[1]["content"], "Add.", ["Add."]),
+        (CHAT[1]["content"], "", []),
+    ],
 )
-def test_one_system_message(tmp_path, given, expected):
-    """The flag's takes the place of the data's; that of the data takes the place of ours for MATH."""
-    source = write(tmp_path / "a.jsonl", [{"problem": CHAT[:2], "answer": "2"}])
+def test_one_system_message(tmp_path, asked, given, expected):
+    """The flag's takes the place of the data's, and "" leaves both out; the data's takes the place of ours for MATH."""
+    source = write(tmp_path / "a.jsonl", [{"problem": asked, "answer": "2"}])
     (problem,) = everything(Args(dataset=source, system_prompt=given))
     assert [m["content"] for m in problem.messages if m["role"] == "system"] == expected
-    assert problem.messages[-1] == CHAT[1]
+    assert problem.messages[-1] == CHAT[1] and len(problem.messages) == 1 + len(expected)
 
 
 THINKING = (  # as Qwen3's
@@ -986,20 +838,6 @@ def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
     assert f"--chat_template: the template of {tiny} has no variable 'enable_think'" in message
 
 
-def test_prompts_that_are_ready(tokenizer, capsys):
-    """--chat_template none takes them as they are; single ones among others get a second template."""
-    ready = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n<think>"
-
-    def decoded(text: str, **changes) -> str:
-        problems = [samples.Problem([{"role": "user", "content": t}], "1", "exact", {}) for t in (text, "plain")]
-        return tokenizer.decode(rendering.render_prompts(problems, tokenizer, Args(**changes))[0].prompt_ids)
-
-    assert decoded(ready, chat_template="none") == ready
-    assert decoded("Solve\n", chat_template="none") == "Solve\n"
-    assert not capsys.readouterr().out
-    assert decoded(ready).count("<|im_start|>user") == 2
-
-
 @pytest.mark.parametrize(
     ("text", "wrapped"),
     [
@@ -1028,9 +866,12 @@ def test_no_template_is_put_around_another(tokenizer, capsys, text, wrapped):
         assert "2 of the first 3 prompts" in said and "--chat_template none" in said and "'{}'" in said
     else:
         render([text, text, "plain"])
-    assert render([text, "plain", "simple"])[1].startswith("<|im_start|>user\nplain")
+    capsys.readouterr()
+    among = render([text, "plain", "simple"])
+    assert among[1].startswith("<|im_start|>user\nplain") and among[0].startswith(f"<|im_start|>user\n{text[:9]}")
     assert render([text, text], "{}")[0].startswith("<|im_start|>user\n")
-    assert render(["Solve\n", text], "none")[0] == "Solve\n"
+    assert render(["Solve\n", text], "none") == ["Solve\n", text]
+    assert not capsys.readouterr().out
 
 
 def test_the_number_of_evaluation_problems_is_said(tmp_path, capsys):
@@ -1213,8 +1054,8 @@ def test_many_rows_come_from_the_cache(tmp_path, cache, monkeypatch, capsys):
     assert set(first) < set(computed(cache))
 
 
-def test_prompt_key(tokenizer, tiny):
-    """It names the tokenizer and the template."""
+def test_prompt_key(tokenizer, tiny, monkeypatch):
+    """It names the tokenizer, the template and the date: an entry of one of them is not used for another."""
     from transformers import AutoTokenizer
 
     other = AutoTokenizer.from_pretrained(tiny)
@@ -1222,3 +1063,5 @@ def test_prompt_key(tokenizer, tiny):
     other.add_tokens(["+ 1"])
     keys = {rendering.prompt_key(t, Args(chat_template=c)) for t in (tokenizer, other) for c in (None, "tulu", "r1")}
     assert len(keys) == 6
+    monkeypatch.setattr(rendering, "TODAY", datetime.datetime(2030, 1, 1))
+    assert rendering.prompt_key(tokenizer, Args()) not in keys

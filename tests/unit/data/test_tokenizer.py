@@ -70,30 +70,21 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     assert evaluation.tokenizer_name_or_path is None and json.loads(evaluation.vllm_args) == {"load_format": "auto"}
 
 
-def test_random_weights_are_not_evaluated(capsys):
-    with pytest.raises(SystemExit) as end:
-        evaluate.parse(["--vllm_args", '{"load_format": "dummy"}'])
-    assert end.value.code == 2 and "load_format dummy" in capsys.readouterr().err
+def test_random_weights_are_not_evaluated(refused):
+    assert "load_format dummy" in refused(evaluate.parse, ["--vllm_args", '{"load_format": "dummy"}'])
 
 
-def refusal(args, capsys) -> str:
-    with pytest.raises(SystemExit) as end:
-        run_here(args)
-    assert end.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_tokenizers_that_cannot_serve_are_refused(tiny, tmp_path, apart, capsys):
+def test_tokenizers_that_cannot_serve_are_refused(tiny, tmp_path, apart, refused):
     """No folder, no tokenizer in it, no template, more tokens than the model has embeddings."""
     model, tokenizer = apart
     missing = tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(tmp_path / "nowhere"))
-    assert "no such folder" in refusal(missing, capsys)
-    assert "no tokenizer.json there" in refusal(tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(model)), capsys)
+    assert "no such folder" in refused(run_here, missing)
+    bare = tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(model))
+    assert "no tokenizer.json there" in refused(run_here, bare)
     (tokenizer / "chat_template.jinja").unlink()
-    assert f"--chat_template: the tokenizer of {tokenizer} has no chat template" in refusal(
-        tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(tokenizer)), capsys
-    )
+    plain = tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(tokenizer))
+    assert f"--chat_template: the tokenizer of {tokenizer} has no chat template" in refused(run_here, plain)
     large = ROOT / "models" / "SmolLM2-135M-Instruct"
     if large.is_dir():
-        message = refusal(tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(large)), capsys)
+        message = refused(run_here, tiny_args(tiny, tmp_path, tokenizer_name_or_path=str(large)))
         assert "--tokenizer_name_or_path" in message and "give the tokenizer" in message

@@ -10,12 +10,10 @@ import copy
 import dataclasses
 import importlib
 import inspect
-import itertools
 import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -422,67 +420,53 @@ def built(
     return script.build_vllm(script.Args(**changes), dtype, 0, 1)
 
 
-@SCRIPTS
-def test_the_memory_of_an_engine(script, monkeypatch):
-    """A fraction of a GPU, or a size; on CPUs what the sequences need, half a GiB for models of unknown sizes."""
-    small = built(script, monkeypatch, False, model=SMALL)
-    assert small["kv_cache_memory_bytes"] == 1.25 * 64 * 288 * 2 * 2 * 2 * 8 * 2  # 64 sequences of 288 tokens in bf16
-    cpu = built(script, monkeypatch, False)
-    assert cpu["kv_cache_memory_bytes"] == 2**29 and "gpu_memory_utilization" not in cpu
-    assert (
-        built(script, monkeypatch, False, vllm_args='{"kv_cache_memory_bytes": 2147483648}')["kv_cache_memory_bytes"]
-        == 2**31
-    )
-    gpu = built(script, monkeypatch, True)
-    assert gpu["gpu_memory_utilization"] == 0.4 and "kv_cache_memory_bytes" not in gpu
-    assert (
-        built(script, monkeypatch, True, vllm_args='{"kv_cache_memory_bytes": 2147483648}')["kv_cache_memory_bytes"]
-        == 2**31
-    )
+def own(**settings) -> dict:
+    """--vllm_args with these settings."""
+    return {"vllm_args": json.dumps(settings)}
+
+
+GRAPHS = "max_cudagraph_capture_size"  # vLLM's own limit is 512; above it, every kernel of a step starts from Python
+MANY = {"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "eval_prompts": 0}
+TESTS = {"eval_prompts": 1319, "eval_samples": 1}
+ON_CPU = {"enforce_eager": True, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "block_size": 32}
+ON_GPU = {"enforce_eager": None, "max_num_seqs": 1024, "max_num_batched_tokens": 16384, "block_size": None}
+OWN = {"enforce_eager": False, "block_size": 64, "max_num_seqs": 7, "max_num_batched_tokens": 300, "seed_x": 1}
+IN_FLIGHT = {"async_steps": 1, "inflight_updates": "recompute"}
+REVISION = {"model_name_or_path": "me/model@abc"}
+# Whether there is a GPU, the flags, and what vLLM is given; None: its own choice.
+BUILT = [
+    (False, {"model": SMALL}, {"kv_cache_memory_bytes": 1.25 * 64 * 288 * 2 * 2 * 2 * 8 * 2}),  # 64 of 288 tokens, bf16
+    (False, {}, {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": None, GRAPHS: None, **ON_CPU}),
+    (True, {}, {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.4, **ON_GPU}),
+    (False, own(kv_cache_memory_bytes=2**31), {"kv_cache_memory_bytes": 2**31}),
+    (True, own(kv_cache_memory_bytes=2**31), {"kv_cache_memory_bytes": 2**31}),
+    (False, {"max_prompt_length": 100, "max_response_length": 30}, {"max_model_len": 130}),
+    *((True, {"vllm_sleep": asked}, {"enable_sleep_mode": asked != "off"}) for asked in ("off", "engine", "all")),
+    (False, {"vllm_sleep": "all"}, {"enable_sleep_mode": False}),
+    (False, {}, {"async_scheduling": None, "dtype": "bfloat16"}),
+    (False, IN_FLIGHT, {"async_scheduling": False}),  # else a token got a version that it was not sampled by
+    (False, IN_FLIGHT | {"inflight_updates": "keep"}, {"async_scheduling": False}),
+    (True, MANY, {GRAPHS: None}),  # 512 sequences
+    (True, MANY | {"num_samples_per_prompt_rollout": 9}, {GRAPHS: 576}),
+    (True, MANY | {"async_steps": 1}, {GRAPHS: 1024}),
+    (True, MANY | {"num_unique_prompts_rollout": 40, "generation_size": 15}, {GRAPHS: 608}),  # 600, in steps of 16
+    (True, TESTS, {GRAPHS: 1024}),  # max_num_seqs
+    (True, TESTS | own(max_num_seqs=2048), {GRAPHS: 1328}),
+    (True, TESTS | own(cudagraph_capture_sizes=[8]), {GRAPHS: None}),
+    (False, REVISION, {"model": "me/model", "revision": "abc", "tokenizer": None, "tokenizer_revision": "abc"}),
+    (False, REVISION | {"tokenizer_name_or_path": "other"}, {"tokenizer": "other", "tokenizer_revision": None}),
+    (False, own(**OWN), OWN),
+    (True, own(max_num_seqs=20000), {"max_num_batched_tokens": 20000}),
+]
 
 
 @SCRIPTS
-def test_an_engine_has_room_for_the_longest_prompt_and_the_longest_response(script, monkeypatch):
-    assert built(script, monkeypatch, False, max_prompt_length=100, max_response_length=30)["max_model_len"] == 130
-
-
-@SCRIPTS
-def test_what_an_engine_does_only_on_a_gpu(script, monkeypatch):
-    for cuda, asked in itertools.product((False, True), ("off", "engine", "all")):
-        given = built(script, monkeypatch, cuda, vllm_sleep=asked)
-        assert given["enable_sleep_mode"] == (cuda and asked != "off")
-        assert given.get("enforce_eager", False) == (not cuda)
-        assert given["max_num_seqs"] == (1024 if cuda else 64)
-        assert given["max_num_batched_tokens"] == (16384 if cuda else 8192)
-        assert given.get("block_size") == (None if cuda else 32)
-
-
-@SCRIPTS
-@pytest.mark.parametrize("mode", ["off", "keep", "recompute"])
-def test_vllm_schedules_ahead_only_while_weights_do_not_change_in_a_batch(script, monkeypatch, mode):
-    """None leaves it to vLLM; with in-flight updates a token would get the version of weights it was not sampled by."""
-    changes = {"inflight_updates": mode, "async_steps": int(mode != "off")}
-    assert built(script, monkeypatch, False, **changes)["async_scheduling"] is (None if mode == "off" else False)
-
-
-@pytest.mark.parametrize(
-    "changes, size",
-    [
-        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "eval_prompts": 0}, None),  # 512
-        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 9, "eval_prompts": 0}, 576),
-        ({"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "async_steps": 1}, 1024),
-        ({"num_unique_prompts_rollout": 40, "generation_size": 15}, 608),  # 600, in steps of 16
-        ({"eval_prompts": 1319, "eval_samples": 1}, 1024),  # max_num_seqs
-        ({"eval_prompts": 1319, "eval_samples": 1, "vllm_args": '{"max_num_seqs": 2048}'}, 1328),
-        ({"eval_prompts": 1319, "eval_samples": 1, "vllm_args": '{"cudagraph_capture_sizes": [8]}'}, None),
-    ],
-)
-def test_cuda_graphs_reach_as_many_sequences_as_may_decode_at_once(monkeypatch, changes, size):
-    """vLLM's own limit is 512; above it, every kernel of a decode step is started from Python."""
-    changes = {"num_unique_prompts_rollout": 8, "num_samples_per_prompt_rollout": 8, **changes}
+@pytest.mark.parametrize("cuda, changes, expected", BUILT)
+def test_what_vllm_is_built_by(script, monkeypatch, cuda, changes, expected):
+    """A part of a GPU or a size of memory, room for the longest samples, and the user's settings above all others."""
     monkeypatch.setattr(vllm_settings, "take_gpu", lambda args: None)
-    assert built(grpo, monkeypatch, True, **changes).get("max_cudagraph_capture_size") == size
-    assert "max_cudagraph_capture_size" not in built(grpo, monkeypatch, False, **changes)
+    given = built(script, monkeypatch, cuda, **changes)
+    assert {name: given.get(name) for name in expected} == expected
 
 
 def test_an_evaluation_without_a_run_has_an_engine_on_a_gpu(monkeypatch):
@@ -492,22 +476,27 @@ def test_an_evaluation_without_a_run_has_an_engine_on_a_gpu(monkeypatch):
     assert given["gpu_memory_utilization"] == 0.4 and given["max_cudagraph_capture_size"] == 1024
 
 
+BLACKWELL = {"capability": (10, 0)}
+
+
 @pytest.mark.parametrize(
-    "capability, dtype, config, own, backend",
+    "changes, backend",
     [
-        ((10, 0), torch.bfloat16, {}, None, "FLASH_ATTN"),
-        ((10, 3), torch.float16, {"text_config": {"model_type": "gemma3_text"}}, None, "FLASH_ATTN"),
-        ((10, 0), torch.float32, {}, None, None),
-        ((10, 0), torch.bfloat16, {"kv_lora_rank": 512}, None, None),
-        ((10, 0), torch.bfloat16, {"model_type": "gpt_oss"}, None, None),
-        ((10, 0), torch.bfloat16, {}, '{"attention_backend": "TRITON_ATTN"}', "TRITON_ATTN"),
-        *(((major, minor), torch.bfloat16, {}, None, None) for major, minor in ((8, 0), (8, 9), (9, 0), (12, 0))),
+        (BLACKWELL, "FLASH_ATTN"),
+        (
+            {"capability": (10, 3), "dtype": torch.float16, "config": {"text_config": {"model_type": "gemma3_text"}}},
+            "FLASH_ATTN",
+        ),
+        (BLACKWELL | {"dtype": torch.float32}, None),
+        (BLACKWELL | {"config": {"kv_lora_rank": 512}}, None),
+        (BLACKWELL | {"config": {"model_type": "gpt_oss"}}, None),
+        (BLACKWELL | own(attention_backend="TRITON_ATTN"), "TRITON_ATTN"),
+        *(({"capability": capability}, None) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))),
     ],
 )
-def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, capability, dtype, config, own, backend):
+def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, changes, backend):
     """On compute capability 10.x vLLM takes FlashInfer where it finds nvcc, and FlashAttention elsewhere."""
-    given = built(grpo, monkeypatch, True, capability, config, dtype, vllm_args=own)
-    assert given.get("attention_backend") == backend
+    assert built(grpo, monkeypatch, True, **changes).get("attention_backend") == backend
 
 
 def test_no_process_is_started_to_ask_what_a_model_supports(monkeypatch, tmp_path):
@@ -564,51 +553,16 @@ def test_an_engine_beside_a_trainer_has_a_stream_of_its_own(script, monkeypatch)
     assert seen == ["vllm", (("stream", -1), "rollout")]
 
 
-HOOKS = """
-import ctypes, sys, threading, time
-def busy(stop):
-    while not stop:
-        sum(range(1000))
-def hooks():
-    sleep = ctypes.CDLL(None).usleep
-    started = time.perf_counter()
-    for _ in range(100):
-        sleep(100)
-    return time.perf_counter() - started
-stop = []
-thread = threading.Thread(target=busy, args=(stop,))
-thread.start()
-found = []
-for interval in (None, 2e-4):
-    if interval is not None:
-        sys.setswitchinterval(interval)
-    found.append(min(hooks() for _ in range(3)))
-stop.append(1)
-print(found[0] / found[1])
-"""
-
-
-@pytest.mark.integration
-def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch):
-    """100 calls that leave Python's lock for 0.1 ms, next to a thread that computes: as an engine next to the trainer.
-
-    With Python's own interval of 5 ms they take several times as long as with the one that a run sets.
-    """
-    ratio = float(subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, check=True).stdout)
-    print(f"{ratio:.1f} times as long")
-    assert ratio > 2
+@pytest.mark.parametrize("changes, interval", [({}, 5e-3), ({"async_steps": 1}, 2e-4)])
+def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch, changes, interval):
+    """An engine next to the trainer takes Python's lock sooner than after Python's own interval of 5 ms."""
     before = sys.getswitchinterval()
-    monkeypatch.setattr("runtime.engine.client.watchdog.Watch.receive", lambda *rest: ("ready",))
     monkeypatch.setattr("runtime.engine.client.dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    sys.setswitchinterval(5e-3)
     try:
-        for changes, expected in (({}, 5e-3), ({"async_steps": 1}, 2e-4)):
-            sys.setswitchinterval(5e-3)
-            watch = watchdog.Watch(0)
-            try:
-                Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, None, [2], watch)
-            finally:
-                watch.close()  # one that goes on would end this process for a failure of a later test's run
-            assert sys.getswitchinterval() == pytest.approx(expected)
+        watch = SimpleNamespace(receive=lambda *given: ("ready",))
+        Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, None, [2], watch)
+        assert sys.getswitchinterval() == pytest.approx(interval)
     finally:
         sys.setswitchinterval(before)
 
@@ -627,52 +581,21 @@ def test_copies_of_pushed_weights_take_the_memory_of_earlier_ones():
     assert third[0][1].data_ptr() not in places
 
 
-def test_an_engine_keeps_one_copy_of_what_it_was_pushed():
-    """The copies of a push, for an engine that is built again, take the memory of those of the push before."""
+@pytest.mark.parametrize("restarts, copies", [(2, True), (2, False), (0, False)])
+def test_an_engine_keeps_what_it_was_pushed_to_be_built_again(restarts, copies):
+    """The trainer's own tensors, or copies in the memory of those of the push before; nothing if it is not built."""
     engine = object.__new__(Engine)
-    vars(engine).update(restarts=2, copies_weights=True, version=0, acknowledged=0, spare=[], metrics={})
-    engine.inbox = watchdog.Mailbox()
+    vars(engine).update(restarts=restarts, copies_weights=copies, version=0, acknowledged=0, spare=[], metrics={})
+    vars(engine).update(inbox=watchdog.Mailbox(), weights=[])
     engine.take = lambda what: setattr(engine, "acknowledged", engine.version)
     places = []
     for value in (1.0, 2.0):
-        engine.push([("w", torch.full((3,), value))])
-        ((_, kept),) = engine.weights
-        assert kept.tolist() == [value] * 3
-        places.append(kept.data_ptr())
-    assert places[0] == places[1]
-
-
-def test_an_engine_that_is_built_again_is_told_all_that_is_open():
-    """The last weights, whole batches, and what is waited for; the engine before, which may still work, is let go."""
-    engine = object.__new__(Engine)
-    requests = [((0, 0), [1], 2), ((0, 1), [1], 3)]
-    batch = SimpleNamespace(number=7, requests=requests, sampling=SAMPLING, unfinished={(0, 1)})
-    vars(engine).update(version=4, weights=["w"], spare=["w"], batches={7: batch})
-    engine.outbox = before = watchdog.Mailbox()
-    engine.start = lambda: vars(engine).update(inbox=watchdog.Mailbox(), outbox=watchdog.Mailbox())
-    engine.restart(("until", 7))
-    assert before.abandoned and not engine.outbox.abandoned
-    asked = ("generate", 7, requests, SAMPLING)
-    assert list(engine.inbox.queue) == [("weights", 4, ["w"]), asked, ("until", 7)]
-    assert batch.unfinished == {(0, 0), (0, 1)} and engine.spare == []
-
-
-@SCRIPTS
-def test_the_revision_of_a_tokenizer_is_that_of_the_model_it_comes_with(script, monkeypatch):
-    given = built(script, monkeypatch, False, model_name_or_path="me/model@abc")
-    assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", None, "abc")
-    assert given["model"] == "me/model"
-    given = built(script, monkeypatch, False, model_name_or_path="me/model@abc", tokenizer_name_or_path="other")
-    assert (given["revision"], given["tokenizer"], given["tokenizer_revision"]) == ("abc", "other", None)
-    assert given["dtype"] == "bfloat16"
-
-
-@SCRIPTS
-def test_arguments_of_vllm_reach_it_and_win_over_what_is_usual_here(script, monkeypatch):
-    own = {"enforce_eager": False, "block_size": 64, "max_num_seqs": 7, "max_num_batched_tokens": 300, "seed_x": 1}
-    given = built(script, monkeypatch, False, vllm_args=json.dumps(own))
-    assert {name: given[name] for name in own} == own
-    assert built(script, monkeypatch, True, vllm_args='{"max_num_seqs": 20000}')["max_num_batched_tokens"] == 20000
+        pushed = torch.full((3,), value)
+        engine.push([("w", pushed)])
+        assert [weight.tolist() for _, weight in engine.weights] == [[value] * 3] * (restarts > 0)
+        places += [weight.data_ptr() for _, weight in engine.weights]
+        assert (pushed.data_ptr() in places) == (restarts > 0 and not copies)
+    assert not copies or places[0] == places[1]
 
 
 @SCRIPTS

@@ -188,11 +188,8 @@ def test_a_template_without_tools_gets_them_in_the_system_message(folder, tmp_pa
     player.episodes.close()
 
 
-def test_a_template_that_drops_the_tools_is_refused(folder, capsys):
-    with pytest.raises(SystemExit) as ended:
-        Special(folder, ROOT / "tests" / "templates" / "silent.jinja")
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
+def test_a_template_that_drops_the_tools_is_refused(folder, refused):
+    said = refused(Special, folder, ROOT / "tests" / "templates" / "silent.jinja")
     assert "writes neither tools nor the system message" in said and "--chat_template chatml" in said
     Special(folder, ROOT / "tests" / "templates" / "silent.jinja", name="Guess").episodes.close()  # a game has none
 
@@ -206,7 +203,7 @@ REWRITING = {  # what a template writes otherwise once more turns follow
 
 
 @pytest.mark.parametrize("kind", REWRITING)
-def test_a_template_that_rewrites_earlier_messages_is_rejected(folder, tmp_path, capsys, kind):
+def test_a_template_that_rewrites_earlier_messages_is_rejected(folder, tmp_path, refused, kind):
     """The model keeps the ids that it saw, so the ids of the complete conversation would be others."""
     content = "{{ m['content'] }}"
     written = "{{ '<|im_start|>' + m['role'] + '\\n' }}" + content + "{{ '<|im_end|>' + '\\n' }}"
@@ -215,7 +212,4 @@ def test_a_template_that_rewrites_earlier_messages_is_rejected(folder, tmp_path,
     (tmp_path / "same.jinja").write_text(loop)
     Special(folder, tmp_path / "same.jinja", name="Guess").episodes.close()
     (tmp_path / "other.jinja").write_text(loop.replace(content, REWRITING[kind]))
-    with pytest.raises(SystemExit) as end:
-        Special(folder, tmp_path / "other.jinja", name="Guess")
-    assert end.value.code == 2
-    assert "writes an earlier message differently" in capsys.readouterr().err
+    assert "writes an earlier message differently" in refused(Special, folder, tmp_path / "other.jinja", name="Guess")

@@ -58,9 +58,7 @@ def cut(samples, layout: str, budget: int = 64, ranks: int = 1) -> list[list[bat
     return [list(batching.micro_batches(samples, everything, rank=rank, **how)) for rank in range(ranks)]
 
 
-def test_the_fixture_has_both_kinds(episodes):
-    assert sum(len(s.observed) for s in episodes) > 10
-    assert all(s.length == s.own().sum() == len(own_ids([s])) < len(s.response_ids) for s in episodes if s.observed)
+def test_the_last_turn_stands_behind_the_last_observation(episodes):
     assert episodes[0].last_turn().tolist() == episodes[0].response_ids[episodes[0].observed[-1][1] :].tolist()
 
 

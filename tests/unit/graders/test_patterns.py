@@ -179,31 +179,6 @@ def test_no_text_stalls_an_expression(where):
 
 
 @pytest.mark.integration
-def test_an_exponential_expression_would_be_found():
-    """The one that read the words after a number, and took ten seconds for a sentence."""
-    words = r"(?<=[0-9}])(?:\\?\s|\\,|~)*((?:[A-Za-z]+\.?(?:(?:\s*\^\s*\{?\s*-?[0-9]\s*\}?)?|\s*/)\s*)+)$"
-    assert slowest(words, 0, "search", SHORT)[0] > LIMIT
-    assert slowest(r"^\s*-.*$", re.MULTILINE, "search", LONG)[0] > LIMIT, "quadratic in the blank lines"
-
-
-SENTENCES = [
-    "The answer is 12 different ways to arrange the letters of the word around the table!",
-    "\\boxed{12 possible combinations of toppings which do not have any mushrooms in them?}",
-    "The answer is 12 people who attended the afternoon performance (without those on stage)",
-    "#### 12 students are still waiting in front of the building; nobody knows why they came [total]",
-]
-
-
-@pytest.mark.parametrize("text", SENTENCES)
-@pytest.mark.parametrize("verifier", ["math", "gsm8k", "last_number"])
-def test_ordinary_english_after_a_number_takes_no_time(text, verifier):
-    rewards.VERIFIERS["math"]("\\boxed{x+1+0}", "x+1", {})  # imports sympy
-    begun = time.process_time()
-    rewards.VERIFIERS[verifier](text, "13", {})
-    assert time.process_time() - begun < 1
-
-
-@pytest.mark.integration
 @pytest.mark.parametrize(
     "text",
     [
@@ -218,6 +193,8 @@ def test_ordinary_english_after_a_number_takes_no_time(text, verifier):
         "<<" * 100_000,
         "* " * 100_000,
         "p." * 100_000,
+        "1," * 100_000,
+        "1.-" * 70_000,
     ],
     ids=lambda text: repr(text[:12]),
 )
@@ -275,12 +252,3 @@ def test_large_numbers_are_refused_before_they_are_computed(text):
     begun = time.process_time()
     scores = [rewards.VERIFIERS["math"](f"\\boxed{{{a}}}", b, {}).score for a, b in ((text, "42"), ("42", text))]
     assert scores == [0, 0] and time.process_time() - begun < 3
-
-
-COMPUTED = [("\\frac{100!}{98!}", "9900"), ("2^{1000}", "4^{500}"), ("7!", "5040")]
-COMPUTED += [("2000!+1999!", "2001 \\cdot 1999!"), ("\\sum_{k=1}^{10} k", "55"), ("\\prod_{k=1}^{5} k", "120")]
-
-
-@pytest.mark.parametrize(("text", "value"), COMPUTED)
-def test_numbers_that_can_be_computed_are(text, value):
-    assert rewards.VERIFIERS["math"](f"\\boxed{{{text}}}", value, {}).score == 1

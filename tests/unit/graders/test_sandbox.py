@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from helpers import ROOT, real
-from sandbox_attacks import FAMILIES, LINES, F
+from sandbox_attacks import BARE, FAMILIES, LINES, F
 
 import grpo
 import rewards
@@ -54,159 +54,12 @@ def _as_in_a_worker(monkeypatch):
     sys.set_int_max_str_digits(most)
 
 
-APPS_CALLS = {"fn_name": "longest", "inputs": [[["a", "bcd"]], [[]]], "outputs": [["bcd"], ""]}  # one output wrapped
-APPS_PROGRAMS = {"inputs": ["1 2\n", ["5", "7"]], "outputs": ["3\n", ["12"]]}
-
-
 # ------------------------------------------------------------------------------------------------------ honest programs
-
-
-@pytest.mark.parametrize(
-    ("given", "program", "right"),
-    [
-        (APPS_CALLS, "def longest(words):\n    return max(words, key=len, default='')", True),
-        (
-            APPS_CALLS,
-            "class Solution:\n    def longest(self, words):\n        return max(words, key=len, default='')",
-            True,
-        ),
-        (APPS_CALLS, "def longest(words):\n    return [max(words, key=len)] if words else ''", True),
-        (APPS_CALLS, "def longest(words):\n    return 'bcd'", False),
-        (APPS_CALLS, "class Solution:\n    def longest(self, words):\n        return words[0]", False),
-        (APPS_CALLS, "def shortest(words):\n    return max(words, key=len, default='')", False),
-        (APPS_PROGRAMS, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", True),
-        (APPS_PROGRAMS | {"fn_name": None}, "import sys\nprint(sum(map(int, sys.stdin.read().split())))", True),
-        (APPS_PROGRAMS, "print(3)", False),
-    ],
-)
-def test_tests_of_apps_taco_and_areal(given, program, right):
-    """inputs and outputs as two lists: texts of stdin and stdout, or with fn_name arguments and values."""
-    assert passes(program, json.dumps(given), {}) == right
-
-
-@pytest.mark.parametrize(
-    ("given", "wrong"),
-    [
-        ({"inputs": ["1"], "outputs": []}, "two lists of equal length"),
-        ({"inputs": [], "outputs": []}, "at least one of each"),
-        ({"outputs": ["1"]}, "two lists of equal length"),
-        ({"inputs": [[1]], "outputs": ["1"]}, "test 0: without fn_name its input and output must be text"),
-        ({"inputs": [[1], 2], "outputs": [1, 2], "fn_name": "f"}, "test 1: with fn_name its input must be a list"),
-        ({"inputs": [[1]], "outputs": [1], "fn_name": "f()"}, "fn_name is 'f()', not the name"),
-    ],
-)
-def test_what_is_wrong_with_such_tests_is_said_at_the_start(given, wrong):
-    assert wrong in code_tests.code_error(json.dumps(given), {})
 
 
 def test_a_check_that_is_no_python_is_said_without_a_run(monkeypatch):
     monkeypatch.setattr(code_tests, "_try_tests", lambda tests: pytest.fail("it was run"))
     assert code_tests.code_error("assert f(1 == 2", {}).startswith("tests: SyntaxError")
-
-
-@pytest.mark.parametrize("tests", ["[]", "[1]", '[{"stdin": "", "stdout": ""}, "assert f(1)"]'])
-def test_a_list_of_something_else_than_tests(tests):
-    assert code_tests.code_error(tests, {"entry_point": "f"}).endswith("JSON must be a list of tests")
-
-
-def test_functions():
-    assert passes("def add(a, b):\n    return a + b")
-    assert passes("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nIt adds.")
-    assert passes("```\nbad(\n```\n```py\ndef add(a, b):\n    print('noise')\n    return a + b\n```")
-    assert passes("import math, collections, heapq, re\ndef add(a, b):\n    return int(math.fsum([a, b]))")
-    assert not passes("def add(a, b):\n    return a - b")
-    assert not passes("def sum(a, b):\n    return a + b")
-    assert not passes("def add(a, b):\n    return str(a + b)")
-    assert not passes("def add(a, b:\n")
-    assert not passes("")
-    assert not passes("<think>def add(a, b):\n    return a + b")
-
-
-def test_values():
-    """A function takes and returns JSON, with tuples as lists; True is not 1, floats are close."""
-    echo, row = "def f(x):\n    return x", {"entry_point": "f"}
-    for value in (None, True, 0, -7, 2**80, 1.5, "\u00e9\ud800\0\n", [], [[1], {"a": [None]}], {"b": {}}):
-        tests = json.dumps([{"input": [value], "output": value}])
-        assert passes(echo, tests, row), value
-        assert not passes("def f(x):\n    return [x]", tests, row), value
-    for program, output, right in (
-        ("(1, 2)", [1, 2], True),
-        ("{1: 2}", {"1": 2}, True),
-        ("0.1 + 0.2", 0.3, True),
-        ("1", 1.0, True),
-        ("1", True, False),
-        ("{1, 2}", [1, 2], False),
-        ("float('nan')", 0.0, False),
-        ("range(2)", [0, 1], False),
-        ("10 ** 5000", 1, False),
-        ("[[]] * 10", [[]] * 9, False),
-        ("__import__('numpy').int64(3)", 3, True),
-        ("__import__('numpy').float32(0.5)", 0.5, True),
-        ("__import__('numpy').bool_(True)", True, True),
-        ("__import__('numpy').array([3])", [3], False),
-    ):
-        tests = json.dumps([{"input": [], "output": output}])
-        assert passes(f"def f():\n    return {program}", tests, row) == right, program
-
-
-def test_programs():
-    tests = json.dumps([{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 7", "stdout": "12"}])
-    assert passes("print(sum(map(int, input().split())))", tests, {})
-    assert passes("import sys\nprint(sum(map(int, sys.stdin.read().split())), ' ')", tests, {})
-    assert passes("import threading\ndef f(): print(sum(map(int, input().split())))\n" + THREAD, tests, {})
-    assert passes("print(sum(map(int, open(0).read().split())))\nexit()", tests, {})
-    assert not passes("print(3)", tests, {})
-    assert not passes("print(sum(map(int, input().split())))\n1 / 0", tests, {})
-    assert not passes("print(sum(map(int, input().split())))\nraise SystemExit(3)", tests, {})
-    assert not passes("pass", tests, {})
-
-
-THREAD = "threading.stack_size(2 ** 26)\nt = threading.Thread(target=f)\nt.start()"
-
-
-def test_python_tests():
-    check = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate([1], [2]) == [1, 2]\n"
-    assert passes("def add(a, b):\n    return a + b", check)
-    assert not passes("def add(a, b):\n    return b", check)
-    named = "def check(candidate):\n    assert candidate(1, 2) == add(1, 2) == 3\n"
-    assert passes("def add(a, b):\n    return a + b", named) and not passes("def add(a, b):\n    pass", named)
-    values = "def check(f):\n    assert f((1,)) == (1,) and f({1}) == {1} and f({1: (2,)}) == {1: (2,)} != f([1])\n"
-    assert passes("    return x", values, {"entry_point": "f", "prompt": "def f(x):\n    'The same.'\n"})
-    assert passes("def add(a, b):\n    return a + b", check, {**ADD, "prompt": "Write a function that adds."})
-    assert passes("def add(a, b):\n    return a + b", check, {**ADD, "prompt": [{"role": "user", "content": "Add."}]})
-    assert code("1", check, {**ADD, "prompt": "def add(a, b) -> Add."}).status == "unscorable"
-
-
-def test_assertions_without_a_check():
-    """As in MBPP, a list of assertions, and in MBPP+, a text that ends in a loop of them; no entry_point is needed."""
-    listed = json.dumps(["import math", "assert double(2) == 4", "assert math.isclose(double(0.5), 1)"])
-    looped = "def same(a, b):\n    assert a == b\nfor i, o in zip([[1], [2]], [2, 4]):\n    same(double(*i), o)\n"
-    for tests in (listed, looped):
-        for row in (
-            {},
-            {"entry_point": "double"},
-            {"prompt": "def double(x):\n    'Twice.'\n", "entry_point": "double"},
-        ):
-            assert passes("def double(x):\n    return 2 * x", tests, row)
-            assert not passes("def double(x):\n    return x ** 2", tests, row)
-            assert not passes("def twice(x):\n    return 2 * x", tests, {})
-            assert rewards.truth_error("code", tests, row) == ""
-        assert "AssertionError" in rewards.truth_error("code", tests, {"code": "def double(x):\n    return 3 * x"})
-        assert rewards.truth_error("code", tests, {"code": "def double(x):\n    return 2 * x"}) == ""
-
-
-def test_keyword_arguments():
-    """Tests call with names, as those of LeetCode problems do, and in JSON by an object of names."""
-    check = (
-        "def check(candidate):\n    assert candidate(nums=[3, 1], k=2) == 4\n    assert candidate([3, 1], k=0) == 0\n"
-    )
-    method = {"entry_point": "Solution().total"}
-    program = "class Solution:\n    def total(self, nums, k):\n        return sum(nums[:k])"
-    assert passes(program, check, method)
-    assert not passes(program.replace("[:k]", "[k:]"), check, method)
-    tests = json.dumps([{"input": {"nums": [3, 1], "k": 2}, "output": 4}, {"input": [[3, 1], 0], "output": 0}])
-    assert passes(program, tests, method)
-    assert not passes(program.replace("nums, k", "numbers, k"), tests, method)
 
 
 @pytest.mark.integration
@@ -230,153 +83,6 @@ def test_tests_import_packages():
         assert (reward.score, reward.status) == (0, "unscorable") and "No module named" in reward.detail
 
 
-DATACLASS = """
-from __future__ import annotations
-import pickle
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import ClassVar, NamedTuple
-
-@dataclass(order=True)
-class Pair:
-    a: int
-    b: int = 0
-    count: ClassVar[int] = 0
-    rest: list[int] = field(default_factory=list)
-
-class Point(NamedTuple):
-    x: int
-    y: int
-
-def helper(a, b):
-    return pickle.loads(pickle.dumps(Pair(a, b)))
-
-def add(a, b):
-    pair, point = helper(a, b), Point(a, b)
-    assert pair.a == point.x
-    return pair.a + point.y
-"""
-
-
-def test_dataclasses_and_helpers():
-    """Programs with classes of their own work in every mode, as they do in a bare Python."""
-    check = "def check(candidate):\n    assert candidate(1, 2) == 3 == helper(1, 2).total\n"
-    assert passes(DATACLASS)
-    assert passes(DATACLASS, "def check(candidate):\n    assert candidate(1, 2) == 3\n")
-    assert passes(DATACLASS + "\nprint(add(*map(int, input().split())))", '[{"stdin": "1 2", "stdout": "3"}]', {})
-    assert code(DATACLASS, check, ADD).status == "unscorable"  # an instance of a class that the test does not have
-    uses = "def check(candidate):\n    assert candidate(helper(1), 2) == 4\n"
-    assert passes("def helper(x):\n    return x + 1\ndef add(a, b):\n    return a + b", uses)
-    assert not passes("def add(a, b):\n    return a + b", uses)
-    given = {**ADD, "prompt": "def helper(x):\n    return x + 1\n\ndef add(a, b):\n    'The sum.'\n"}
-    assert passes("    return a + b\n", uses, given)
-    assert passes("from __future__ import annotations\ndef add(a, b):\n    return a + b", uses, given)
-    assert passes("\n    return a + b\n", uses, {**given, "prompt": given["prompt"].rstrip()})
-
-
-def test_wrong_annotations_fail_as_in_python():
-    """Nothing of the sandbox's own source is inherited: an unknown name in an annotation is a NameError."""
-    for program in (
-        "def add(a: List[int], b):\n    return a + b",
-        "y: Undefined = 3\ndef add(a, b):\n    return a + b",
-    ):
-        assert not passes(program)
-        assert not passes(program, "def check(candidate):\n    assert candidate(1, 2) == 3\n")
-        assert not passes(program + "\nprint(3)", '[{"stdin": "", "stdout": "3"}]', {})
-
-
-COLLECTIONS = "from collections import Counter, OrderedDict, defaultdict\n"
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "(1, (2,), [])",
-        "{1, 2}",
-        "frozenset({(1, 2)})",
-        "{(1, 2): {3}}",
-        "{1: 'x', '1': 'y'}",
-        "Counter('aab')",
-        "OrderedDict(a=1)",
-        "defaultdict(int, {1: 2})",
-        "10 ** 6000",
-        "-2 ** 70",
-        "float('inf')",
-        "'\\ud800\\0'",
-    ],
-)
-def test_values_that_json_has_not(value):
-    """They come back as they were, as arguments and as results; a subclass comes back as its base."""
-    check = f"{COLLECTIONS}def check(f):\n    v = {value}\n    assert f(v) == v and isinstance(v, type(f(v)))\n"
-    row = {"entry_point": "f"}
-    assert passes("def f(x):\n    return x", check, row)
-    assert not passes("def f(x):\n    return [x]", check, row)
-    assert rewards.truth_error("code", check, row) == ""
-
-
-OBJECTS = """
-import datetime
-from collections import deque
-from decimal import Decimal
-from enum import Enum
-import numpy
-
-class Node:
-    value, following = 1, None
-
-class Color(Enum):
-    RED = 1
-
-cycle = []
-cycle.append(cycle)
-"""
-
-
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        ("Node()", "a Node is not a value"),
-        ("Color.RED", "a Color is not a value"),
-        ("numpy.array([1])", "a ndarray is not a value"),
-        ("deque([1])", "a deque is not a value"),
-        ("Decimal('0.1')", "a Decimal is not a value"),
-        ("datetime.date(2024, 2, 29)", "a date is not a value"),
-        ("2 - 3j", "a complex is not a value"),
-        ("b'x'", "a bytes is not a value"),
-        ("cycle", "contains itself"),
-        ("len", "a builtin_function_or_method is not a value"),
-    ],
-)
-def test_objects_are_not_exchanged(value, named):
-    """A row that needs it is rejected at the start, with or without a solution, and its samples are unscorable."""
-    row = {"entry_point": "f", "prompt": OBJECTS}
-    program = "def f(x):\n    return x"
-    passed = f"def check(f):\n    f({value})\n"
-    assert named in rewards.truth_error("code", passed, row)
-    assert named in rewards.truth_error("code", passed, {**row, "solution": program})
-    reward = code(program, passed, row)
-    assert (reward.score, reward.status) == (0, "unscorable") and named in reward.detail
-    if value == "cycle":
-        return  # a program that returns one has raised RecursionError
-    returns = f"def f(x):\n    return {value}"
-    returned = "def check(f):\n    assert f(1)\n"
-    assert named in rewards.truth_error("code", returned, {**row, "solution": returns})
-    reward = code(returns, returned, row)
-    assert (reward.score, reward.status) == (0, "unscorable") and named in reward.detail
-
-
-def test_arguments_that_the_program_changes():
-    """A test that looks at what it passed sees what the program made of it."""
-    check = (
-        "def check(f):\n    x = [3, 1, 2]\n    assert f(x) is None and x == [1, 2, 3]\n"
-        "    d = {'b': [2, 1]}\n    f(d['b'])\n    assert d == {'b': [1, 2]}\n"
-        "    s, named = {1}, {2: 3}\n    f(s)\n    f(x=named)\n    assert s == set() and named == {}\n"
-    )
-    program = "def f(x):\n    x.sort() if isinstance(x, list) else x.clear()"
-    assert passes(program, check, {"entry_point": "f"})
-    assert not passes("def f(x):\n    sorted(x)", check, {"entry_point": "f"})
-
-
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
 def test_a_reply_without_the_arguments_of_the_call_is_none(monkeypatch, count):
     """A program can write such lines itself; a test that looks at what it passed must not take its own for them."""
@@ -389,64 +95,6 @@ def test_a_reply_without_the_arguments_of_the_call_is_none(monkeypatch, count):
         return
     with pytest.raises(ValueError, match="zip"):
         call(*passed)
-
-
-def test_exceptions_that_a_test_expects():
-    check = (
-        "def check(f):\n    try:\n        f(-1)\n        assert False, 'no error'\n"
-        "    except ValueError as error:\n        assert 'negative' in str(error)\n"
-    )
-    row = {"entry_point": "f"}
-    assert passes("def f(x):\n    raise ValueError('a negative number')", check, row)
-    assert passes("class Low(ValueError): pass\ndef f(x):\n    raise Low('a negative number')", check, row)
-    assert not passes("class Low(TypeError): pass\ndef f(x):\n    raise Low('a negative number')", check, row)
-    assert not passes("def f(x):\n    raise TypeError('a negative number')", check, row)
-    assert not passes("def f(x):\n    raise SystemExit(0)", check, row)
-    assert not passes("def f(x):\n    return 0", check, row)
-
-
-def test_rows_are_refused_by_their_own_solution():
-    """A row whose own solution fails can teach nothing: it is rejected at the start, with the column and the reason."""
-    check = "def check(f):\n    assert f(2) == 4\n"
-    row = {"entry_point": "f", "canonical_solution": "def f(x):\n    return x * 2"}
-    assert rewards.truth_error("code", check, row) == ""
-    wrong = rewards.truth_error("code", check.replace("4", "5"), row)
-    assert "canonical_solution" in wrong and "AssertionError" in wrong
-    lazy = {"entry_point": "f", "solution": "```python\ndef f(x):\n    return (v for v in [x])\n```"}
-    assert "a generator is not a value" in rewards.truth_error("code", "def check(f):\n    assert list(f(2))\n", lazy)
-    tests = json.dumps([{"input": [2], "output": 4}])
-    assert rewards.truth_error("code", tests, row) == ""
-    assert "test 0: another value" in rewards.truth_error("code", tests.replace("4", "5"), row)
-    prose = {"entry_point": "f", "solution": "We double the number, so 2 gives 4."}
-    assert rewards.truth_error("code", tests, prose) == ""
-    stdio = json.dumps([{"stdin": "2", "stdout": "5"}])
-    assert "test 0: another output" in rewards.truth_error("code", stdio, {"solution": "print(int(input()) * 2)"})
-
-
-def test_tests_are_tried_where_there_is_no_solution():
-    """Code that does not load, undefined names, and arguments that cannot be passed are found without a program."""
-    row = {"entry_point": "f"}
-    for test, wrong in (
-        ("import torch\ndef check(f):\n    assert f(1)\n", "No module named 'torch'"),
-        ("def check(f):\n    pass\n", "calls no function"),
-        ("1 / 0\ndef check(f):\n    assert f(1)\n", "ZeroDivisionError"),
-        ("def check(f):\n    assert f(lambda x: x) == 3\n", "a function is not a value"),
-        ("def check(f):\n    assert f(object()) == 3\n", "a object is not a value"),
-        ("def check(f):\n    assert f(x for x in [1]) == 3\n", "a generator is not a value"),
-    ):
-        found = rewards.truth_error("code", test, row)
-        assert wrong in found, (test, found)
-    for test in ("def check(f):\n    assert not f(1) and f(2)[0].real + 1 > 2 and len(f(3)) == 7\n",):
-        assert rewards.truth_error("code", test, row) == ""
-
-
-@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, 0, 1e-9, 1e9, "soon", [5]])
-def test_time_limits_that_are_none(limit):
-    """They are rejected at the start, and end no run."""
-    row = {**ADD, "time_limit": limit}
-    assert "time_limit" in rewards.truth_error("code", TESTS, row) or "soon" in str(limit) or limit == [5]
-    assert rewards.truth_error("code", TESTS, row) != ""
-    assert code("def add(a, b):\n    return a + b", TESTS, row).status == "unscorable"
 
 
 def test_a_test_finds_nothing_of_the_last():
@@ -493,23 +141,6 @@ def test_small_tests_are_fast():
     assert seconds < 10
 
 
-@isolated
-def test_usual_files_work():
-    tests = json.dumps([{"stdin": "1 2\n3\n", "stdout": "6"}])
-    for program in (
-        "print(sum(int(x) for line in open('/dev/stdin') for x in line.split()))",
-        "import fileinput\nprint(sum(int(x) for line in fileinput.input() for x in line.split()))",
-        "import sys\nprint('x', file=open('/dev/null', 'w'))\nprint(sum(map(int, sys.stdin.read().split())))",
-        "open('/dev/stdout', 'w').write(str(sum(map(int, open(0).read().split()))))",
-        "import os\nassert len(open('/dev/urandom', 'rb').read(9)) == 9\nprint(6)",
-        "import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'x')\nprint(6)",
-        "from multiprocessing.dummy import Pool\nprint(sum(Pool(2).map(int, ['1', '2', '3'])))",
-        "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: print(sum(p.map(int, ['1', '2', '3'])))",
-        "import ssl, sqlite3, ctypes, bz2, lzma, zlib, hashlib, decimal, unicodedata\nprint(6)",
-    ):
-        assert passes(program, tests, {}), program
-
-
 def test_values_cross_as_they_were():
     """Encoding and decoding are inverse; a line that is wrong raises, and builds nothing foreign."""
     for value in ({"a": {"b": [None, True, 1.5]}}, ([(1,)],), {frozenset({1}): "x"}, "", [[]] * 3, {1, (2,)}, -(2**80)):
@@ -547,26 +178,6 @@ def test_a_judge_is_burnt_not_the_worker():
     pool.close()
 
 
-def test_a_trial_that_does_not_end_finds_nothing():
-    forever = {"entry_point": "f", "time_limit": 0.4}
-    assert rewards.truth_error("code", "def check(f):\n    while True:\n        pass\n", forever) == ""
-
-
-def test_tests_that_are_none():
-    for tests, row in (
-        ("[]", ADD),
-        ("{}", ADD),
-        (TESTS, {}),
-        ('[{"input": 1}]', ADD),
-        ("x = 1", ADD),
-        ("def check(", ADD),
-    ):
-        found = code("def add(a, b):\n    return a + b", tests, row)
-        assert (found.score, found.status) == (0, "unscorable"), tests
-        assert rewards.truth_error("code", tests, row) != "", tests
-    assert rewards.truth_error("code", TESTS, ADD) == ""
-
-
 # ------------------------------------------------------------------------------------------------------------ attacks
 
 ATTACKS = {name: program for _, family in FAMILIES.values() for name, program in family.items()}
@@ -589,50 +200,12 @@ print("here")
     assert passes(program, json.dumps([{"stdin": "", "stdout": "here"}] * 2), {})
 
 
-def test_programs_are_interrupted_as_ever():
-    program = """
-import os, signal
-try:
-    os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-    assert passes(program, json.dumps([{"stdin": "", "stdout": "interrupted"}]), {})
-
-
-LONG = "7" * 5000
-
-
-def test_numbers_of_any_length():
-    """Read, printed, passed, returned, in the program and in the tests; Python's own limit is 4,300 digits."""
-    assert passes("print(int(input()) + 0)", json.dumps([{"stdin": LONG, "stdout": LONG}]), {})
-    sys.set_int_max_str_digits(0)
-    tests = json.dumps({"fn_name": "f", "inputs": [[int(LONG)]], "outputs": [int(LONG)]})
-    assert passes("def f(x):\n    return int(str(x))", tests, {})
-    check = f"def check(candidate):\n    assert str(candidate({LONG})) == '{LONG}'"
-    assert passes("def f(x):\n    return x", check, {"entry_point": "f"})
-
-
 def test_rows_with_numbers_of_any_length_are_checked_at_the_start():
     sys.set_int_max_str_digits(4300)
     rewards.check_reward_args(grpo.Args(verifier="code"))
-    given = f'{{"fn_name": "f", "inputs": [[{LONG}]], "outputs": [{LONG}]}}'
+    long = "7" * 5000
+    given = f'{{"fn_name": "f", "inputs": [[{long}]], "outputs": [{long}]}}'
     assert rewards.truth_error("code", given, {"solution": "def f(x):\n    return x"}) == ""
-
-
-@pytest.mark.parametrize(
-    "test",
-    [
-        "assert all(map(lambda c: add(c[0], 1) == c[1], [(1, 2), (2, 3)]))",
-        "for want, got in zip([2, 3], map(lambda x: add(x, 1), [1, 2])): assert want == got",
-        "assert [add(1, 1) for _ in range(1)] == [2]",
-    ],
-)
-@pytest.mark.parametrize("raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit"])
-def test_the_end_of_an_iteration_is_none_of_the_tests(test, raised):
-    """An exception of a program cannot end a test's loop before its assertions."""
-    assert passes("def add(a, b):\n    return a + b", test)
-    assert not passes(f"def add(a, b):\n    raise {raised}", test)
 
 
 def running(worker: int | None = None) -> list[int]:
@@ -700,25 +273,6 @@ def test_there_are_two_hundred_attacks():
     page = " ".join((ROOT / "docs" / "data_and_rewards.md").read_text().split())
     assert f"Of {sum(len(programs) for _, programs in FAMILIES.values())} programs that attack the sandbox" in page
     assert len(set(ATTACKS.values())) == len(ATTACKS) >= 200
-
-
-BARE = (
-    *("reads a file", "reads the tests", "reads the passwords", "lists the home folder", "environment"),
-    *("own descriptors", "sees processes", "packages of this Python", "a package that is not on the list"),
-    *("writes outside", "network", "network by number", "runs a shell", "runs Python", "os.system"),
-    *("runs a program of its own", "finds a command", "System V memory", "memory behind a descriptor"),
-    *(
-        "memory of several processes",
-        "shared memory that is not resident",
-        "memory behind a device",
-        "forty threads",
-        "many descriptors",
-        "sparse file",
-        "forty processes",
-        "up and out",
-        "a link to outside",
-    ),
-)
 
 
 @pytest.mark.integration
@@ -871,26 +425,6 @@ def test_a_long_answer_is_not_read(monkeypatch):
         with Sandbox(5.0) as run:
             run.start("calls", f"def f():\n    return 'x' * {length}")
             assert bool(run.ask(json.dumps(CALL | {"function": "f"}).encode() + b"\n")) == answered
-
-
-def test_namespaces_are_used_where_the_kernel_gives_them():
-    """A fault in building them would look like a kernel without them, and skip every test that needs them."""
-    made = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "--pid",
-        "--fork",
-        "mount",
-        "-t",
-        "tmpfs",
-        "none",
-        "/tmp",
-    ]
-    if shutil.which("unshare") is None or subprocess.run(made, capture_output=True).returncode != 0:
-        pytest.skip("the kernel gives no namespaces here")
-    assert REFUSED == ""
 
 
 @pytest.mark.parametrize(("machine", "ptrace"), [("x86_64", 101), ("aarch64", 117)])

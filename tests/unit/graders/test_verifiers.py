@@ -1,12 +1,10 @@
-"""Answers that verifiers accept and reject: labeled real data, tables of answers, and evasive model outputs."""
+"""Answers that verifiers accept and reject: labeled data, and evasive model outputs."""
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import os
-import random
 import sys
 import threading
 import time
@@ -15,10 +13,11 @@ import pytest
 from helpers import ROOT, read_jsonl, real
 
 import rewards
-from graders import ifeval, reasoning_gym_tasks
-from graders.math import algebra
+from graders import reasoning_gym_tasks
+from graders.math import algebra, extraction, units
+from graders.math.answers import is_echo
 from graders.math.extraction import final_answer
-from graders.text import after_thinking, last_boxed
+from graders.text import after_thinking, alternatives, last_boxed
 from rewards import VERIFIERS, Reward, RewardPool
 
 
@@ -99,30 +98,6 @@ def test_the_right_answers_of_a_family_are_right(family):
     assert {pair for pair in right if score("math", pair[1], pair[0]) != 1} <= REFUSED
 
 
-@pytest.mark.slow
-def test_no_family_has_more_false_negatives_than_math_verify_alone():
-    import logging
-
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    missed: dict[str, list[int]] = {}
-    for family, pairs in FAMILIES.items():
-        right = [pair for pair in pairs if pair["label"]]
-        alone = [
-            verify(
-                parse(f"${p['truth']}$", parsing_timeout=None),
-                parse(p["response"], parsing_timeout=None),
-                timeout_seconds=None,
-            )
-            for p in right
-        ]
-        here = [score("math", pair["response"], pair["truth"]) for pair in right]
-        missed[family] = [here.count(0.0), alone.count(False)]
-    print(f"false negatives [here, math-verify alone]: {missed}")
-    assert all(here <= alone for here, alone in missed.values())
-
-
 @pytest.mark.parametrize(
     ("truth", "response"),
     [
@@ -153,284 +128,11 @@ def test_no_constant_is_right_for_many_truths(constant):
     assert [truth for truth in truths if score("math", f"\\boxed{{{constant}}}", truth) == 1] == []
 
 
-# --------------------------------------------------------------------------------------- a sample made for this project
-
-GSM8K = [  # (response, truth, right?)
-    ("3 + 4 = 7\n#### 7", "two lines\n#### 7", True),
-    ("#### 1,250", "1250", True),
-    ("#### $1,250.00 in all, of 2000", "1250", True),
-    ("The total is 18 eggs.", "18", True),
-    ("#### 17\nso not 18 but 17", "18", False),
-    ("#### 18\nThat was question 3.", "18", True),
-    ("#### eighteen, 18 years", "#### 18", True),
-    ("####\n18", "18", True),
-    ("#### -5", "-5", True),
-    ("10-4", "-4", False),
-    ("#### -$42", "-42", True),
-    ("#### not 42", "42", False),
-    ("#### .5", "5", False),
-]
-MATH = [
-    ("**Answer:** The area is $25\\pi$ square units.", "25\\pi", True),
-    ("**Answer:** $25\\pi$ square units.", "25\\pi", True),
-    ("**Answer:** **42**", "42", True),
-    ("**Answer:** not 42", "42", False),
-    ("The answer is $\\frac{3}{4}$, i.e. 0.75.", "\\frac34", True),
-    ("Answer: $42$, or equivalently $6 \\cdot 7$", "42", True),
-    ("The answer is 42 (approximately).", "42", True),
-    ("Answer: 42 (approximately 43)", "43", False),
-    ("Answer: 42 \u2014 as required", "42", True),
-    ("Answer: 42 \u2705", "42", True),
-    (r"\boxed{Answer: 42}", "42", True),
-    (r"\boxed{\text{Answer: }42}", "42", True),
-    (r"\boxed{The answer is not 42}", "42", False),
-    (r"\boxed{42 \tag{1}}", "42", True),
-    (r"\boxed{42 \checkmark}", "42", True),
-    (r"\boxed{\#42}", "42", True),
-    (r"\boxed{\frac{1}{2}}", r"\frac12", True),
-    (r"\boxed{0.5}", r"\frac{1}{2}", True),
-    (r"\boxed{\dfrac{14}{3}}", r"\frac{14}{3}", True),
-    (r"\boxed{ 14/3 }", r"\frac{14}{3}", True),
-    (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"(3,\frac{\pi}{2})", True),
-    (r"\boxed{(3, \pi)}", r"(3,\frac{\pi}{2})", False),
-    (r"\boxed{32,348}", r"\$32,\!348", True),
-    (r"\boxed{\text{Evelyn}}", "Evelyn", True),
-    (r"\boxed{evelyn}", r"\text{Evelyn}", True),
-    (r"\boxed{x = 5}", "5", True),
-    (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True),
-    (r"\boxed{90^\circ}", "90", True),
-    (r"\boxed{50\%}", "50", True),
-    (r"\fbox{7}", "7", True),
-    (r"\boxed{1} \text{ or rather } \boxed{2}", "2", True),  # of several the last
-    (r"\boxed{2} \text{ or rather } \boxed{1}", "2", False),
-    (r"\boxed{2} \text{ and then } \boxed{1", "2", False),
-    (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
-    (r"$d = \boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$ inches.", r"\frac{639}{40}", True),  # said twice
-    (r"$x = \boxed{2}$, or $x = \boxed{3}$", "3", False),
-    ("The final answer is $\\frac{3}{4}$.", "0.75", True),
-    ("The answer is: **12**", "12", True),
-    ("Answer: 12", "12", True),
-    ("#### 12", "12", True),
-    ("It must be 12", "12", False),  # nothing says that it is the answer
-    ("<think>\\boxed{3}</think> The answer is 4.", "4", True),
-    (r"\boxed{x^2 + 2x + 1}", r"(x+1)^2", True),
-    (r"\boxed{[0, 1)}", "[0,1)", True),
-    (r"\boxed{(0, 1)}", "[0,1)", False),
-    (r"\boxed{p - q}", "q - p", False),
-    (r"\boxed{10^{10}}", "10000000000", True),
-    (r"\boxed{x > 1, x < 3}", "(1, 3)", True),
-    (
-        r"\boxed{\begin{cases} x^2 \text{ if } x<1 \\ 3x, x\ge 1 \end{cases}}",  # without a column for conditions
-        r"\begin{cases} x^2 & x<1 \\ 3x & x\ge 1 \end{cases}",
-        True,
-    ),
-    ("\\boxed{42}" + " and so on" * 1000, "42", True),  # the answer need not be at the end
-]
-NUMBERS = {"nums": [2, 3, 4, 25]}
-COUNTDOWN = [
-    ("<answer>25 - 4 + 3 * 2</answer>", "27", True),
-    ("<answer>25-4+3*2 = 27</answer>", "27", True),
-    ("<answer>25-4+3*2 = 28</answer>", "27", False),
-    ("<answer>$25 - 4 + 3 \\times 2$</answer>", "27", True),
-    ("<answer>`25-4+3*2`</answer>", "27", True),
-    ("<answer>25 - 4\n+ 3*2</answer>", "27", True),
-    ("<answer>2 5 - 4 + 3*2</answer>", "27", False),
-    ("\\boxed{25 - 4 + 3 \\times 2}", "27", True),
-    ("<answer>2 × 3 + 25 − 4</answer>", "27", True),
-    ("<answer>(25 - 4) / 3 * 2</answer>", "14", True),
-    ("<answer>2 / 3 * 4 * 25</answer>", "200/3", True),
-    ("<answer>25 + 2</answer>", "27", False),  # each number once
-    ("<answer>25 + 2 + 3 - 3 + 4 - 4</answer>", "27", False),
-    ("<answer>27</answer>", "27", False),
-    ("<answer>25 - 4 + 3.0 * 2</answer>", "27", False),
-    ("<answer>2.3 * 4 + 25</answer>", "34.2", False),  # 2 and 3 are not used
-    ("<answer>2**3 * 4 - 25</answer>", "7", False),
-    ("<answer>25 // 2 + 3 * 4</answer>", "24", False),
-    ("<answer>25 / (2 * 3 + -4 - 2)</answer>", "1", False),
-    ("<answer>25 / (4 - 2 * 2)</answer>", "1", False),
-    ("<answer>9**9**9**9</answer>", "1", False),
-    ("<answer>__import__('os').getpid()</answer>", "1", False),
-    ("<answer>2_5 - 4 + 3 * 2</answer>", "27", False),
-    ("<answer>" + "(" * 400 + "1" + ")" * 400 + "</answer>", "1", False),
-    ("<think><answer>25 - 4 + 3 * 2</answer></think>", "27", False),
-    ("25 - 4 + 3 * 2", "27", False),
-]
-FORMAT = [
-    ("<think>so</think><answer>4</answer>", "", True),
-    ("so\nand so</think>\n\n<answer>4</answer>\n", "", True),  # the template opened it
-    ("<think></think><answer>4</answer>", "", False),
-    ("<think>so</think><answer> </answer>", "", False),
-    ("<think></think>a", "", False),
-    ("<answer>4</answer><think>so</think>", "", False),
-    ("<think>so</think><answer>4</answer> and more", "", False),
-    ("<think>so</think> well <answer>4</answer>", "", False),
-    ("<think>so</think><answer>4</answer><answer>5</answer>", "", False),
-    ("<think>a<think>b</think></think><answer>4</answer>", "", False),
-    ("<think>so</think><answer>4", "", False),
-    ("", "", False),
-]
-WORDS = "Blue whales sing. They sing long songs!"
-IFEVAL = [  # (response, constraint, arguments, right?), with the semantics of the published evaluation
-    (WORDS, "keywords:existence", {"keywords": ["blue", "song"]}, True),  # also inside a word
-    (WORDS, "keywords:existence", {"keywords": ["blue", "red"]}, False),
-    (WORDS, "keywords:forbidden_words", {"forbidden_words": ["whale"]}, True),  # whole words alone
-    (WORDS, "keywords:forbidden_words", {"forbidden_words": ["Whales"]}, False),
-    (WORDS, "keywords:frequency", {"keyword": "sing", "relation": "at least", "frequency": 2}, True),
-    (WORDS, "keywords:frequency", {"keyword": "sing", "relation": "less than", "frequency": 2}, False),
-    (WORDS, "keywords:letter_frequency", {"letter": "S", "let_relation": "at least", "let_frequency": 5}, True),
-    (WORDS, "keywords:letter_frequency", {"letter": "s", "let_relation": "less than", "let_frequency": 5}, False),
-    (WORDS, "length_constraints:number_words", {"num_words": 7, "relation": "at least"}, True),
-    ("it's", "length_constraints:number_words", {"num_words": 2, "relation": "less than"}, False),  # two words
-    ("a\n***\nb", "length_constraints:number_paragraphs", {"num_paragraphs": 2}, True),
-    ("a\n***\n\n***\nb", "length_constraints:number_paragraphs", {"num_paragraphs": 2}, False),
-    (
-        'One.\n\n"Two, too.',
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "two"},
-        True,
-    ),
-    (
-        "One.\n\nTwo.",
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "two"},
-        False,
-    ),
-    ("[name] at [place]", "detectable_content:number_placeholders", {"num_placeholders": 2}, True),
-    ("[name]", "detectable_content:number_placeholders", {"num_placeholders": 2}, False),
-    ("Bye\nP.S. more", "detectable_content:postscript", {"postscript_marker": "P.S."}, True),
-    ("Bye\nP. P. S more", "detectable_content:postscript", {"postscript_marker": "P.P.S"}, True),
-    ("Bye PS more", "detectable_content:postscript", {"postscript_marker": "P.S."}, False),
-    ("* a\n- b\n** c **", "detectable_format:number_bullet_lists", {"num_bullets": 2}, True),
-    ("* a\n- b\n* c", "detectable_format:number_bullet_lists", {"num_bullets": 2}, False),
-    ("Well. My answer is maybe.", "detectable_format:constrained_response", {}, True),
-    ("My answer is perhaps.", "detectable_format:constrained_response", {}, False),
-    ("*a* and **b**", "detectable_format:number_highlighted_sections", {"num_highlights": 2}, True),
-    ("*a* and * *", "detectable_format:number_highlighted_sections", {"num_highlights": 2}, False),
-    (
-        "SECTION 1\na\nSECTION 2\nb",
-        "detectable_format:multiple_sections",
-        {"section_spliter": "SECTION", "num_sections": 2},
-        True,
-    ),
-    ("SECTION 1\na", "detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2}, False),
-    ('```json\n{"a": [1]}\n```', "detectable_format:json_format", {}, True),
-    ('{"a": [1]', "detectable_format:json_format", {}, False),
-    ("<<A title>>\ntext", "detectable_format:title", {}, True),
-    ("<< >>\ntext", "detectable_format:title", {}, False),
-    ("a ****** b", "combination:two_responses", {}, True),
-    ("a ****** a", "combination:two_responses", {}, False),
-    ("Say it. I do.", "combination:repeat_prompt", {"prompt_to_repeat": "say it."}, True),
-    ("I do. Say it.", "combination:repeat_prompt", {"prompt_to_repeat": "say it."}, False),
-    ('well, bye."', "startend:end_checker", {"end_phrase": "Bye."}, True),
-    ("well, bye. Or not", "startend:end_checker", {"end_phrase": "Bye."}, False),
-    ('"quoted"', "startend:quotation", {}, True),
-    ('"', "startend:quotation", {}, False),
-    ("one two", "punctuation:no_comma", {}, True),
-    ("one, two", "punctuation:no_comma", {}, False),
-    ("", "punctuation:no_comma", {}, False),  # nothing said keeps no promise
-    ("<think>a, b</think>one two", "punctuation:no_comma", {}, True),
-]
-ENGLISH = "the quick brown fox jumps over the lazy dog and goes home"
-BY_LANGDETECT = [
-    (ENGLISH, "language:response_language", {"language": "en"}, True),
-    ("der schnelle braune Fuchs springt über den faulen Hund", "language:response_language", {"language": "en"}, False),
-    ("THE ANSWER IS WRITTEN IN ENGLISH AND IN CAPITAL LETTERS", "change_case:english_capital", {}, True),
-    (ENGLISH, "change_case:english_capital", {}, False),
-    (ENGLISH, "change_case:english_lowercase", {}, True),
-    (ENGLISH.title(), "change_case:english_lowercase", {}, False),
-]
-BY_NLTK = [
-    (
-        "Dr. A. Bee went. She saw.",
-        "length_constraints:number_sentences",
-        {"num_sentences": 3, "relation": "less than"},
-        True,
-    ),
-    ("One. Two. Three.", "length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"}, False),
-    (
-        "NASA and I went",
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "at least"},
-        True,
-    ),
-    (
-        "Nasa went",
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 1, "capital_relation": "at least"},
-        False,
-    ),
-]
-
-
-@pytest.mark.parametrize(("response", "truth", "right"), GSM8K, ids=lambda v: repr(v)[:24])
-def test_gsm8k(response, truth, right):
-    assert score("gsm8k", response, truth) == right
-
-
-@pytest.mark.parametrize(("response", "truth", "right"), MATH, ids=lambda v: repr(v)[:24])
-def test_math(response, truth, right):
-    assert score("math", response, truth) == right
-
-
-@pytest.mark.parametrize(("response", "truth", "right"), COUNTDOWN, ids=lambda v: repr(v)[:24])
-def test_countdown(response, truth, right):
-    assert score("countdown", response, truth, NUMBERS) == right
-    target = json.dumps({"target": truth, "numbers": NUMBERS["nums"]})
-    assert score("countdown", response, target) == right
-
-
-@pytest.mark.parametrize("numbers", ["[2, 3, 4, 25]", "2 3 4 25", "2,3,4,25", (2, 3, 4, 25)])
-def test_numbers_of_countdown_in_a_table(numbers):
-    """A column of a CSV is text: read otherwise, a row would be good at the start and no right answer scored."""
-    assert score("countdown", "<answer>25-4+3*2</answer>", "27", {"nums": numbers}) == 1
-    assert score("countdown", "<answer>25+2</answer>", "27", {"nums": numbers}) == 0
-
-
 def test_brackets_without_end_are_not_parsed(monkeypatch):
     """The parser takes seconds for them, as for braces."""
     monkeypatch.setattr(algebra, "parse_math", None)
     for bracket in ("(", "[", "\\right.(", "(a+["):
         assert score("math", f"\\boxed{{{bracket * 90}}}", "5") == 0
-
-
-@pytest.mark.parametrize(("response", "truth", "right"), FORMAT, ids=lambda v: repr(v)[:24])
-def test_format(response, truth, right):
-    assert score("format", response, truth) == right
-
-
-def keeps(response: str, name: str, arguments: dict) -> float:
-    """The score by the constraint as truth; the columns of the row say the same."""
-    given = {"instruction_id_list": [name], "kwargs": [{**arguments, "unused": None}]}
-    found = score("ifeval", response, json.dumps(given))
-    assert found == score("ifeval", response, "", given)
-    return found
-
-
-@pytest.mark.parametrize(("response", "name", "arguments", "right"), IFEVAL, ids=lambda v: repr(v)[:40])
-def test_ifeval(response, name, arguments, right):
-    assert keeps(response, name, arguments) == right
-
-
-@pytest.mark.parametrize(("response", "name", "arguments", "right"), BY_LANGDETECT, ids=lambda v: repr(v)[:40])
-def test_ifeval_by_langdetect(response, name, arguments, right):
-    pytest.importorskip("langdetect")
-    assert keeps(response, name, arguments) == right
-
-
-@pytest.mark.parametrize(("response", "name", "arguments", "right"), BY_NLTK, ids=lambda v: repr(v)[:40])
-def test_ifeval_by_nltk(response, name, arguments, right):
-    nltk = pytest.importorskip("nltk")
-    try:
-        nltk.data.find("tokenizers/punkt_tab")
-    except LookupError:
-        pytest.skip("nltk's data punkt_tab is not there")
-    assert keeps(response, name, arguments) == right
-
-
-def test_every_constraint_is_tried_both_ways():
-    tried = {(name, right) for _, name, _, right in IFEVAL + BY_LANGDETECT + BY_NLTK}
-    assert tried == {(name, right) for name in ifeval.CONSTRAINTS for right in (True, False)}
-    assert len(ifeval.CONSTRAINTS) == 25
 
 
 @pytest.mark.parametrize("name", ["language:response_language", "change_case:capital_word_frequency"])
@@ -440,15 +142,6 @@ def test_a_constraint_that_needs_a_package_is_refused_at_the_start_without_it(mo
     arguments = {"language": "en", "capital_frequency": 1, "capital_relation": "at least"}
     truth = json.dumps({"instruction_id_list": [name], "kwargs": [arguments]})
     assert "pip install" in rewards.truth_error("ifeval", truth, {})
-
-
-def test_ifeval_share():
-    truth = json.dumps(
-        {"instruction_id_list": ["punctuation:no_comma", "detectable_format:constrained_response"], "kwargs": [{}, {}]}
-    )
-    assert VERIFIERS["ifeval"]("a b", truth, {}).parts["constraints"] == 0.5
-    assert VERIFIERS["ifeval"]("a", '{"instruction_id_list": ["detectable:nothing"]}', {}).status == "unscorable"
-    assert VERIFIERS["ifeval"]("a", "", {}).status == "unscorable"
 
 
 @pytest.mark.parametrize(
@@ -486,11 +179,32 @@ def test_reasoning_gym_evaluates_no_code(name, tmp_path):
         assert not made.exists(), attack
 
 
+@pytest.mark.parametrize(("wide", "answer"), [(60, "1, 2"), (61, "2")])
+def test_boxes_that_stand_far_apart_are_no_list(wide, answer):
+    between = "and".center(wide)
+    assert extraction.boxed_answer(rf"\boxed{{1}}{between}\boxed{{2}}", True)[0] == answer
+
+
+def test_a_list_of_boxes_has_at_most_ten():
+    boxes = [rf"\boxed{{{number}}}" for number in range(11)]
+    assert extraction.boxed_answer(" and ".join(boxes), True)[0] == "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"
+
+
+def test_units_under_every_name_and_in_every_wrapper():
+    """The tables' own keys: min and sec are names of functions, too."""
+    wrappers = ["5\\text{{ {0}}}", "5\\text{{{0}}}", "5\\ \\mathrm{{{0}}}", "5\\,\\text{{{0}}}", "5~\\textrm{{{0}}}"]
+    pairs = [(f"\\boxed{{{w.format(name)}}}", "5") for name in units.UNITS for w in wrappers if "." not in name]
+    assert [pair for pair in pairs if score("math", *pair) != 1] == []
+    assert score("math", "\\boxed{\\text{max}(3,5)}", "5") == 1 and score("math", "\\boxed{5\\text{ max}}", "5") == 0
+
+
 def test_extraction():
     assert last_boxed(r"\boxed{\frac{1}{2}} \boxed{\{a\}}") == r"\{a\}"
     assert last_boxed(r"\boxed{") is None and last_boxed("\\boxed{" + "{" * 5000) is None and last_boxed("") is None
     assert final_answer("The answer is 4.\nThe answer is 5.") == "5"
     assert final_answer("the answer is not 42") is None and final_answer("42") is None
+    assert alternatives("[0, 1]") == ["[0, 1]"] and alternatives("[a") == ["[a"], "an interval, and no JSON"
+    assert not is_echo("6 * 7", "42", ""), "nothing is known about the question"
     assert after_thinking("<think>a</think>b<think>c") == "" and after_thinking("a</think> b") == " b"
 
 
@@ -647,22 +361,3 @@ def gym_countdown() -> tuple[str, dict]:
 
     row = json.loads(json.dumps(reasoning_gym.create_dataset("countdown", size=1, seed=3)[0], default=str))
     return row["answer"], row
-
-
-@pytest.mark.slow
-def test_throughput_of_math():
-    """A hundred typical answers a second in one worker: half of them right, none twice the same as text."""
-    rows = read_jsonl(real("math500.jsonl"))
-    random.Random(0).shuffle(rows)
-    pool = RewardPool(1, 10.0, ("math",))
-    pool.result(pool.submit("math", "\\boxed{1}", "1", {}))
-    answers = [(r["solution"], r["answer"]) for r in rows] + [
-        (a["solution"], b["answer"]) for a, b in itertools.pairwise(rows)
-    ]
-    start = time.perf_counter()
-    futures = [pool.submit("math", response, truth, {}) for response, truth in answers]
-    right = sum(pool.result(f).score for f in futures)
-    rate = len(answers) / (time.perf_counter() - start)
-    pool.close()
-    print(f"math: {len(answers)} answers, {rate:.0f} a second in one worker")
-    assert right >= 500 and rate >= 100

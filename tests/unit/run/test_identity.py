@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import (
-    ROOT,
-    SMALL,
-    Run,
-    command,
-    copy_of,
-    folder_of,
-    interrupted,
-    logged,
-    read_jsonl,
-    refusal,
-    run_here,
-    tiny_args,
-)
+from helpers import ROOT, SMALL, copy_of, folder_of, interrupted, read_jsonl, rejected, run_here, tiny_args
 from safetensors.torch import load_file, save_file
 
 import grpo
-from runtime.arguments import flags
 from runtime.data.samples import Problem
 from runtime.run import directory, identity
 from runtime.system import git, process
@@ -88,10 +72,7 @@ def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
 
     edit(mine, -2.0)
     again = tiny_args(tiny, tmp_path / "runs", "mine", **changes)
-    with pytest.raises(SystemExit) as end:
-        run_here(again, "mine")
-    message = capsys.readouterr().err
-    assert end.value.code == 2
+    message = rejected(capsys, run_here, again, "mine")
     assert "is finished, but by other code:" in message
     assert "mine.py has changed." in message
     assert "--exp_name" in message
@@ -111,10 +92,7 @@ def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine
     folder = interrupted(args, monkeypatch, after=2, script="mine")
     edit(mine, -1.0)
     args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
-    with pytest.raises(SystemExit) as end:
-        run_here(args, "mine")
-    message = capsys.readouterr().err
-    assert end.value.code == 2
+    message = rejected(capsys, run_here, args, "mine")
     assert "step_000002 was saved by other code:" in message
     assert "mine.py has changed." in message
     checkpoint = folder / "checkpoints" / "step_000002"
@@ -126,29 +104,6 @@ def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine
     state = json.loads((folder / "checkpoints" / "step_000004" / "state.json").read_text())
     config = json.loads((folder / "config.json").read_text())
     assert state["code"] == config["code"] == identity.code_of(args)
-
-
-@pytest.mark.integration
-def test_a_changed_module_is_named(stopped, tmp_path, capsys):
-    """Not only the script: any project file that it imports."""
-    args = copy_of(stopped, tmp_path)
-    rewrite_code(folder_of(args), {"kl_estimators.py": "0" * 64, "gone.py": "1" * 64})
-    message = refusal(args, capsys)
-    assert "gone.py is no longer part of it, " in message
-    assert "kl_estimators.py has changed" in message
-
-
-def rewrite_code(folder: Path, changes: dict[str, str]) -> None:
-    """Give a run's config.json and its newest checkpoint other hashes."""
-    checkpoint = folder / "checkpoints" / "step_000003"
-    for file in (folder / "config.json", checkpoint / "state.json"):
-        record = json.loads(file.read_text())
-        record["code"] |= changes
-        file.write_text(json.dumps(record))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    state = checkpoint / "state.json"
-    manifest["files"]["state.json"] = (state.stat().st_size, process.file_digest(state))
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_the_files_that_count(tiny, tmp_path):
@@ -186,28 +141,6 @@ def test_words_for_changed_code():
     ]
 
 
-@pytest.mark.slow
-def test_copy_edit_run_edit_resume_as_a_user_does(tiny, tmp_path):
-    """`python mine.py` in processes of its own, stopped by a signal, edited, started again."""
-    script = tmp_path / "mine.py"
-    edit(script, 1.0)
-    plain = command(tiny, tmp_path / "runs", "--total_steps", "500")
-    line = [str(script) if word == str(ROOT / "grpo.py") else word for word in plain]
-    run = Run(line, tmp_path / "first.log")
-    run.until(lambda: logged(tmp_path / "runs") >= 2)
-    os.kill(run.process.pid, signal.SIGTERM)
-    assert run.end(60) == 75
-    edit(script, -1.0)
-    refused = Run(line, tmp_path / "second.log")
-    assert refused.end(60) == 2
-    assert "mine.py has changed. --resume " in refused.text()
-    done = logged(tmp_path / "runs")
-    newest = re.search(r"--resume (\S+) resumes it", refused.text())[1]
-    accepted = Run([*line, "--resume", newest], tmp_path / "third.log")
-    accepted.until(lambda: logged(tmp_path / "runs") > done)
-    accepted.kill()
-
-
 # ---------------------------------------------------------------------------------------- arguments without identity
 
 
@@ -236,15 +169,6 @@ def test_memory_flags_can_change_when_a_run_is_resumed(stopped, tmp_path, capsys
 
 def tiny_folder(args) -> Path:
     return Path(args.model_name_or_path)
-
-
-@pytest.mark.integration
-def test_a_longer_run_continues_by_its_default_name(tiny, tmp_path, monkeypatch):
-    """The number of steps is no part of the name: six steps continue what was stopped after two of four."""
-    folder = interrupted(tiny_args(tiny, tmp_path, **SMALL), monkeypatch, after=2)
-    longer = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6})
-    assert len(run_here(longer)) == 6
-    assert folder_of(longer) == folder
 
 
 ROUNDING = 1e-4
@@ -281,15 +205,6 @@ def straight(tiny, tmp_path_factory):
     args = tiny_args(tiny, tmp_path_factory.mktemp("straight"), **RESOURCE_RUN)
     metrics = run_here(args)
     return [row["response"] for row in read_jsonl(folder_of(args) / "samples.jsonl")], metrics
-
-
-def test_the_groups_of_arguments_are_fields_and_do_not_overlap():
-    fields = {f.name for f in grpo.Args.__dataclass_fields__.values()}
-    assert len(flags.MAY_CHANGE) == len(set(flags.MAY_CHANGE))
-    assert set(flags.MAY_CHANGE) <= fields
-    page = (ROOT / "docs" / "run.md").read_text()
-    for name in (*flags.RESOURCES, *flags.LENGTH):
-        assert f"`--{name}`" in page, f"the page does not say why --{name} is no part of the identity"
 
 
 @pytest.mark.parametrize(

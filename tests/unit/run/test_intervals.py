@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from pathlib import Path
 
-import evaluate
 import numpy as np
-import paired_comparison
-import plot
 import pytest
-import report
 from intervals import mean_interval, rate_interval, t_quantile, wilson
 
-import utils
-from runtime.data.samples import Problem, Sample
-from runtime.run import verdict
 from runtime.run.verdict import interval_text, paired_gain
 
 
@@ -99,42 +89,3 @@ def test_ends_are_told_apart():
     assert interval_text(-0.0003, 0.0003, "+") == "-0.0003 to +0.0003", "and not -0.000 to +0.000"
     assert interval_text(-1.0, 0.5, "+", 4) == "-1.0000 to +0.5000"
     assert interval_text(0.25, 0.25) == interval_text(0.2, 0.2 + 1e-16) == "all equal"
-
-
-def printed(problems: int, right: bool, folder: Path) -> dict[str, str]:
-    """Print by each program about evaluations of so many problems whose responses are all right, or all wrong."""
-    rate = float(right)
-    samples = [Sample(place, 0, [1], [5], [0.0], "stop", [(0, 0)]) for place in range(problems)]
-    for sample in samples:
-        sample.score = rate
-    asked = [Problem([], "7", "exact", {}, source="a") for _ in samples]
-    record = utils.eval_metrics(samples, asked, step=0)
-    records = [record, record | {"step": 1}]
-    (folder / "eval.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = {"outcome": "", "why": "", "control": "", "findings": [], "evaluation": verdict.evaluations(folder, 1)}
-    run = plot.Run(folder, {}, [{"step": 1, "time/step": 1.0}], records)
-    metrics = [{"step": 1, "time/step": 1.0, "reward/mean": rate}]
-    curve = plot.pass_interval(run)
-    pairs = [(rate, rate)] * 5
-    return {
-        "evaluate": evaluate.table(samples, asked, record),
-        "verdict": verdict.in_words(found),
-        "plot, a run": "\n".join(interval_text(*ends) for ends in curve.to_numpy()),
-        "plot, repetitions": plot.cell([run] * 3, "eval/pass@1"),
-        "report": report.summary(metrics, records),
-        "controls": paired_comparison.told({"none": pairs}, "grpo.py", "eval/pass@1", problems),
-        "pairs": paired_comparison.state_of([0.0] * 5, 0.03, problems),
-        "pairs of no rate": paired_comparison.state_of([0.0] * 5, 0.03),
-    }
-
-
-@pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize("problems", [1, 32, 10_000])
-def test_no_program_prints_an_interval_that_is_a_point(problems, right, tmp_path):
-    """None right of any number is not 0.000 to 0.000, nor is a gain of nothing, in whatever digits they are printed."""
-    found = printed(problems, right, tmp_path)
-    for name, text in found.items():
-        ends = [(float(low), float(high)) for low, high in re.findall(r"([+-]?\d\.\d+)(?: to |, )([+-]?\d\.\d+)", text)]
-        ends += [(-float(half), float(half)) for half in re.findall(r"± (\S+)", text)]
-        assert bool(ends) == (name not in ("report", "pairs of no rate")), text
-        assert all(low < high for low, high in ends), text

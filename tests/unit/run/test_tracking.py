@@ -120,10 +120,3 @@ def test_a_tracker_that_fails_ends_alone(tmp_path, capsys):
 def test_track_without_a_value_means_wandb(words, found):
     args = flags.parse(Args, words=words)
     assert args.track == found and args.seed == (2 if "--seed" in words else 1)
-
-
-def test_another_tracker_is_an_error_with_both_names(capsys):
-    with pytest.raises(SystemExit) as end:
-        flags.parse(Args, words=["--track", "mlflow"])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and "wandb" in said and "tensorboard" in said and "mlflow" in said

@@ -61,7 +61,7 @@ def model(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(fixed_samples.make_model(tmp_path_factory.mktemp("model"))).double()
 
 
-FAST = (*("unedited ppo.py", "minimum instead of maximum", "a flag that works"),)
+FAST = ("unedited ppo.py", "minimum instead of maximum", "a flag that works")
 
 
 def parts(subject: check_subject.Subject, model, flags: list[str]):
@@ -94,14 +94,10 @@ def test_a_mistake_in_a_function_is_found_without_a_run(name, model, tmp_path):
     assert found.place.startswith(path.name), "the line that was edited"
 
 
-def harmless(edit) -> object:
-    return pytest.param(edit, id=edit.name, marks=() if edit.name in FAST else pytest.mark.slow)
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize("edit", [harmless(edit) for edit in HARMLESS])
+@pytest.mark.parametrize("edit", [edit for edit in HARMLESS if edit.name in FAST], ids=lambda edit: edit.name)
 def test_a_harmless_edit_fails_nothing(edit, model, tmp_path):
-    """A selection; the slow test tries each, and tests/runs/test_check_command.py the complete command."""
+    """A selection; tests/runs/test_check_command.py tries each by the complete command."""
     path = tmp_path / f"harmless_{HARMLESS.index(edit)}.py"
     path.write_text(edit.text())
     assert list(failing(check_subject.load_subject(path, list(edit.flags)), model)) == []
@@ -126,12 +122,6 @@ def test_a_variant_is_named(name, tmp_path):
     findings = check_loss.check_ascent(subject)
     assert [f for f in findings if f.state == FAIL] == []
     assert next(f for f in findings if f.name == "nearest loss").text.startswith(VARIANTS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_fails_nothing(name, model, tmp_path):
-    assert list(failing(check_subject.load_subject(write_variant(name, tmp_path), []), model)) == []
 
 
 def test_every_edit_applies():

@@ -66,29 +66,3 @@ def test_the_table_has_a_cell_for_each_heading():
 def test_a_rejection_is_one_line_without_a_traceback(tmp_path, text, code, expected):
     (tmp_path / "run.log").write_text(text)
     assert model_zoo.outcome(tmp_path, "run", {"code": code}).startswith(expected)
-
-
-@pytest.mark.parametrize(
-    "outcome, expected",
-    [
-        (
-            "rejected: sampler and trainer log-probs differ by 0.128 nats per token (engine 0; --max_logprob_diff: "
-            "0.0001) before any training: vLLM computes this architecture differently; use --rollout hf",
-            "rejected: log-probs differ by 0.128 nats before any training",
-        ),
-        (
-            "rejected: vLLM failed before its first sample, so it cannot serve this model with these settings: "
-            "ValidationError: 1 validation error for ModelConfig Value error, no kernel. (torch/_ops.py:1279); "
-            "use --rollout hf, which samples with transformers",
-            "rejected: vLLM: no kernel.",
-        ),
-        ("rejected: " + "word " * 60, "rejected: " + "word " * 28 + "..."),
-        ("failed: KeyError: 'x'", "failed: KeyError: 'x'"),
-    ],
-)
-def test_a_cell_has_the_reason_of_a_rejection(outcome, expected):
-    assert model_zoo.reason(outcome) == expected
-
-
-def test_there_are_enough_models_and_names_in_the_quick_test():
-    assert len(model_zoo.ZOO) >= 35

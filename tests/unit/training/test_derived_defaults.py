@@ -10,7 +10,7 @@ from typing import Any
 
 import is_finished
 import pytest
-from helpers import PROBLEMS, make_tiny
+from helpers import PROBLEMS, make_tiny, rejected
 
 import grpo
 import ppo
@@ -215,9 +215,7 @@ def test_a_flag_that_was_given_and_is_left_out_makes_another_run(name, data, fin
         monkey.setattr(derived_defaults, "other_data", lambda args: False)
     with monkey.context():
         left_behind(started((*words, f"--{name}", GIVEN[name]), module), finished)
-        with pytest.raises(SystemExit) as end:
-            started(words, module)
-        assert end.value.code == 2 and f"--{name} {GIVEN[name]} there" in capsys.readouterr().err
+        assert f"--{name} {GIVEN[name]} there" in rejected(capsys, started, words, module)
         bare = parsed(*words, of=module)
         state, said = is_finished.state(bare, module.Args())
         assert state == is_finished.LEAVE and f"--{name} {GIVEN[name]} there" in said
@@ -245,12 +243,3 @@ def test_what_both_parts_leave_open_is_the_same_run(gsm8k, tiny, tmp_path):
     shutil.rmtree(folder)
     left_behind(started((*words, "--total_steps", "2")), True)
     assert is_finished.state(bare, grpo.Args()) == (is_finished.RUN, f"begun: {folder} is at step 2 of {steps}")
-
-
-def test_a_bare_command_says_what_it_chose(gsm8k, tiny, tmp_path, capsys):
-    """The dry run of the script itself."""
-    args = parsed("--dry_run", "--dataset", gsm8k, "--model_name_or_path", tiny, "--output_dir", tmp_path)
-    grpo.main(args, grpo.preflight(args))
-    out = capsys.readouterr().out
-    assert "--max_response_length 1024 was not given: the verifier gsm8k" in out
-    assert "at most 65536 new tokens" in out

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, rejected
 
 import grpo
 import ppo
@@ -31,53 +31,6 @@ from runtime.training.model_files import Model
 
 SIZES = {"bfloat16": 2, "float32": 4}
 
-# Counts the bytes of every live tensor before the model exists and in the middle of an optimizer step, where the
-# gradient of one micro-batch is accumulated and the next one is still to come.
-MEASURE = """
-import gc, json, os, sys
-from runtime.system import process
-process.prepare_environment()
-import torch
-import grpo
-import utils
-from runtime.training import deepspeed_zero
-
-def live():
-    seen = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    seen[storage.data_ptr()] = storage.nbytes()
-    return sum(seen.values())
-
-plain = deepspeed_zero.deepspeed_config
-
-def small_buckets(*arguments):
-    config = plain(*arguments)  # a bucket is as large as this small model; its size does not grow with the model
-    config["zero_optimization"] |= {"reduce_bucket_size": 2**18, "allgather_bucket_size": 2**18}
-    return config
-
-deepspeed_zero.deepspeed_config = small_buckets
-changes = json.loads(sys.argv[1])
-args = grpo.Args(**changes)
-dtype = getattr(torch, args.dtype)
-accelerator = deepspeed_zero.make_accelerator(args, dtype, torch.device("cpu"))
-gc.collect()
-empty = live()
-model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
-model, optimizer = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
-for step, last in enumerate((True, False)):
-    accelerator.sync_gradients = last
-    accelerator.backward(model(torch.randn(4, 512, dtype=dtype)).float().square().mean())
-gc.collect()
-if torch.distributed.get_rank() == 0:
-    print("BYTES", (live() - empty) / (32 * 512 * 512), flush=True)
-torch.distributed.barrier()
-os._exit(0)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -85,9 +38,8 @@ os._exit(0)
 def test_the_estimate_is_what_deepspeed_keeps(tmp_path, stage, dtype):
     """Trainer memory per parameter on two ranks: within 3 % of the tensors that are alive between two micro-batches."""
     changes = {"zero_stage": stage, "dtype": dtype}
-    (tmp_path / "measure.py").write_text(MEASURE)
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    line += [str(tmp_path / "measure.py"), json.dumps(changes)]
+    line += [str(ROOT / "tests" / "kept_memory.py"), json.dumps(changes)]
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=200)
     found = [text for text in done.stdout.splitlines() if text.startswith("BYTES")]
@@ -111,12 +63,6 @@ WORK = memory.ENGINE_WORK / 1e9
 def predicted(args, setting: memory.Setting, model: Model = MODEL) -> dict[str, float]:
     """The bound with the sizes of the flags."""
     return memory.predict(args, model, setting, memory.default_sizes(args, setting.card > 0))
-
-
-def total(args, model: Model, setting: memory.Setting, sizes: memory.Sizes | None = None) -> float:
-    """The bytes of a rank at most."""
-    sizes = sizes or memory.default_sizes(args, setting.card > 0)
-    return sum(memory.predict(args, model, setting, sizes).values())
 
 
 @pytest.mark.parametrize(
@@ -313,6 +259,13 @@ def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    asked = []
+
+    def fetched(name, file, revision):
+        asked.append((name, file, revision))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
     experts = {"num_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     for kind, more in (("qwen2", {}), ("llama", {"tie_word_embeddings": True}), ("qwen3_moe", experts)):
         config = AutoConfig.for_model(kind, **QWEN3_MOE, **more)
@@ -320,11 +273,14 @@ def test_a_model_without_files_is_counted_by_its_config(monkeypatch, tmp_path):
         if "tie_word_embeddings" not in more:
             said.pop("tie_word_embeddings", None)
         count = AutoModelForCausalLM.from_config(config).num_parameters()
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, revision: str(tmp_path / file))
         for text in (said, {"text_config": said}):
             (tmp_path / "config.json").write_text(json.dumps(text))
             found = model_files.read_model.__wrapped__(ModelName("someone/model", None))
             assert found.parameters == pytest.approx(count, rel=0.01), kind
+    asked.clear()
+    for _ in range(2):
+        assert model_files.read_model(ModelName("someone/model", "v2")).parameters > 0
+    assert asked == [("someone/model", "config.json", "v2")], "of its revision, and once"
 
 
 def test_gaps_are_counted_where_a_heap_keeps_them():
@@ -369,10 +325,8 @@ def test_the_memory_of_the_node_counts(capsys, changes, setting, expected):
     if expected == 0:
         return
     little = dataclasses.replace(setting, host=expected * 1e9 - 1e6)
-    with pytest.raises(SystemExit) as stop:
-        memory.check_host(args, MODEL, little)
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and f"at least {expected * 1e9 / 2**30:.1f} GiB of this machine's memory" in said
+    said = rejected(capsys, memory.check_host, args, MODEL, little)
+    assert f"at least {expected * 1e9 / 2**30:.1f} GiB of this machine's memory" in said
     flag = " ".join(["--offload", *args.offload]) if args.offload else f"--vllm_sleep {args.vllm_sleep}"
     assert said.startswith(f"error: {flag if setting.card else '--model_name_or_path'}")
     memory.check_host(dataclasses.replace(args, micro_batch_tokens=512), MODEL, little)
@@ -430,32 +384,17 @@ def header(script: str) -> str:
     return " ".join(text.split())
 
 
-COMMANDS = [("grpo", lambda: header("grpo.py"), 1), ("ppo", lambda: header("ppo.py"), 1)]
-
-
 @pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize(("name", "command", "ranks"), COMMANDS, ids=[name for name, *_ in COMMANDS])
-def test_the_commands_of_the_headers_fit_every_card(name, command, ranks, card):
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_commands_of_the_headers_fit_every_card(name, card):
     """By themselves: below 0.95 of the card, with a KV cache for 64 complete sequences."""
-    args, model = parsed(command())
-    critic = name == "ppo"
-    setting = memory.Setting(ranks, 2, card * 1e9, critic)
+    args, model = parsed(header(f"{name}.py"))
+    setting = memory.Setting(1, 2, card * 1e9, name == "ppo")
     sizes, _ = memory.sizes_for(args, model, setting)
-    needed = total(args, model, setting, sizes)
-    print(f"{name} on {ranks} x {card} GB: {vars(sizes)}, {needed / 1e9:.1f} GB = {needed / card / 1e9:.2f}")
+    needed = sum(memory.predict(args, model, setting, sizes).values())
+    print(f"{name} on {card} GB: {vars(sizes)}, {needed / 1e9:.1f} GB = {needed / card / 1e9:.2f}")
     assert needed < 0.95 * card * 1e9
     assert sizes.micro_batch_tokens >= args.max_prompt_length + args.max_response_length
-
-
-def test_without_the_choice_the_header_does_not_fit_small_cards():
-    """The sizes of a large GPU are what the commands had on every card: 24, 40 and 48 GB are too small for them."""
-    args, model = parsed(header("grpo.py"))
-    too_small = []
-    for card in CARDS:
-        setting = memory.Setting(1, 2, card * 1e9)
-        if total(args, model, setting) > memory.USABLE * setting.card:
-            too_small.append(card)
-    assert too_small == [24, 40, 48]
 
 
 def test_smaller_cards_get_smaller_sizes():
@@ -492,17 +431,12 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
         if remedy is None:
             memory.sizes_for(args, model, setting)
             continue
-        with pytest.raises(SystemExit) as stop:
-            memory.sizes_for(args, model, setting)
-        assert stop.value.code == 2
-        assert remedy in capsys.readouterr().err, card
+        assert remedy in rejected(capsys, memory.sizes_for, args, model, setting), card
     setting = memory.Setting(1, 2, 24e9)
     args = dataclasses.replace(args, micro_batch_tokens=1024, vllm_args='{"gpu_memory_utilization": 0.3}')
     assert memory.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
     apart = grpo.Args(vllm_engines=1, max_response_length=512)
-    with pytest.raises(SystemExit):
-        memory.sizes_for(apart, qwen("Qwen/Qwen2.5-7B-Instruct"), setting)
-    assert "sleep" not in capsys.readouterr().err
+    assert "sleep" not in rejected(capsys, memory.sizes_for, apart, qwen("Qwen/Qwen2.5-7B-Instruct"), setting)
 
 
 def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
@@ -534,22 +468,6 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
         script.build_vllm(args, torch.bfloat16, 0, 1)
         assert asked["gpu_memory_utilization"] == vllm_settings.engine_share(args, torch.bfloat16, 1) < 0.8
     assert vllm_settings.engine_share(grpo.Args(vllm_engines=1), torch.bfloat16, 1) == 0.9
-
-
-def test_a_model_on_the_hub_is_counted(monkeypatch, tmp_path):
-    """By its config.json, of the revision that is asked for, which is asked for once."""
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
-    asked = []
-
-    def fetched(name, file, revision):
-        asked.append((name, file, revision))
-        return str(tmp_path / file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetched)
-    for _ in range(2):
-        assert model_files.read_model(ModelName("someone/model", "v2")).parameters > 0
-    assert asked == [("someone/model", "config.json", "v2")]
 
 
 def small_model(folder: Path) -> Path:

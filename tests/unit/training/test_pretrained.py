@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import tiny_args
+from helpers import rejected, tiny_args
 from safetensors.torch import load_file, save_file
 
 import grpo
@@ -33,14 +33,6 @@ def copy_of(tiny: Path, folder: Path, change=None, **config) -> Path:
 
 def load(folder: Path, tmp_path: Path, *rest, **changes):
     return pretrained.load_model(tiny_args(folder, tmp_path, **changes), torch.float32, "sdpa", *rest)
-
-
-def refusal(capsys, call, *rest, **named) -> str:
-    """Return what a call prints that exits with code 2."""
-    with pytest.raises(SystemExit) as end:
-        call(*rest, **named)
-    assert end.value.code == 2
-    return capsys.readouterr().err
 
 
 def renamed(weights: dict, old: str, new: str) -> dict:
@@ -69,7 +61,7 @@ def test_a_checkpoint_without_all_weights_is_rejected(tiny, tmp_path, capsys, na
     if name == "no head" and not head:
         load(folder, tmp_path, flag)
         return
-    said = refusal(capsys, load, folder, tmp_path, flag, override_config=override)
+    said = rejected(capsys, load, folder, tmp_path, flag, override_config=override)
     assert all(word in said for word in [f"error: {flag} {folder}", *words]), said
 
 
@@ -94,7 +86,7 @@ QUANTIZED = [
 @pytest.mark.parametrize("config", QUANTIZED)
 def test_quantized_weights_are_rejected(tiny, tmp_path, capsys, config):
     args = tiny_args(copy_of(tiny, tmp_path / "model", **config), tmp_path)
-    said = refusal(capsys, model_files.check_model, args)
+    said = rejected(capsys, model_files.check_model, args)
     assert "quantized" in said and "--model_name_or_path" in said
 
 
@@ -102,9 +94,9 @@ def test_an_adapter_is_rejected(tiny, tmp_path, capsys):
     """With and without the files of a model next to it."""
     folder = copy_of(tiny, tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
-    assert "merge it" in refusal(capsys, model_files.check_model, tiny_args(folder, tmp_path))
+    assert "merge it" in rejected(capsys, model_files.check_model, tiny_args(folder, tmp_path))
     (folder / "config.json").unlink()
-    assert "merge it" in refusal(capsys, model_files.check_model, tiny_args(folder, tmp_path))
+    assert "merge it" in rejected(capsys, model_files.check_model, tiny_args(folder, tmp_path))
 
 
 @pytest.mark.parametrize("largest, given", [(600, None), (514, None), (5, "other"), (513, None)])
@@ -120,7 +112,7 @@ def test_prompt_ids_beyond_the_embeddings_are_rejected(capsys, largest, given):
     if largest == 513:
         loading.check_prompt_ids(514, args, run)
         return
-    said = refusal(capsys, loading.check_prompt_ids, 514, args, run)
+    said = rejected(capsys, loading.check_prompt_ids, 514, args, run)
     flag = "--model_name_or_path policy" if given is None else "--tokenizer_name_or_path other"
     assert flag in said and "514 embeddings" in said and (f"token {largest}" in said) == (given is None)
 
