@@ -139,7 +139,7 @@ class Steps:
         run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
         self.args = Args(max_logprob_diff=0.0)
         engine_N = torch.zeros(6, dtype=torch.long)
-        self.stats = utils.UpdateStats(self.args, run, 1, True, torch.tensor(fresh).bool(), engine_N)
+        self.stats = utils.UpdateStats(self.args, run, 1, True, torch.tensor(fresh).bool(), engine_N, grpo.kl_value)
         generator = torch.Generator().manual_seed(0)
         names = [field.name for field in dataclasses.fields(grpo.Tokens)]
         self.tokens = grpo.Tokens(**{name: torch.rand(6, generator=generator) for name in names})
