@@ -1,4 +1,4 @@
-"""KL(pi||ref) from sampled tokens: six estimators, in the loss or in the reward, and the gradient each one really has.
+"""What is about KL estimators: the gradient each one really has, the words about it at the start, the coefficients.
 
     d = log pi - log ref      ratio = pi / old      (pi is trained, ref is frozen, old drew the samples; all in nats)
 
@@ -9,121 +9,49 @@
     k4     ratio d           ratio (d + 1)         grad KL(pi||ref), on stale samples too; noisy even at pi = ref
     abs    |d|               sign d                grad 2TV(pi,ref)
     full   sum_v pi_v d_v    (autograd)            grad KL(pi||ref), without sampling noise
+    NAME+  that of NAME      ratio d               grad KL(pi||ref), on stale samples too
 
-The values are from Schulman 2020, http://joschu.net/blog/kl-approx.html. An estimator with a good value need not have
-a good gradient: Tang & Munos 2506.09477, Liu et al. 2510.01555, Zhang et al. 2505.17508 (arXiv). One rule covers both
-placements on fresh samples: a loss f(d) descends sum_x ref phi(pi/ref) with phi'(t) = f'(log t), and a reward -c(d)
-descends the same sum with phi'(t) = c(log t). The sum is a divergence only if phi' increases, so a loss has to be
-convex in d and a reward term c has to increase in d; only k1 does (and k4, which is k1 on fresh samples).
+The function ``kl_value`` of a script has the values, those of Schulman 2020, http://joschu.net/blog/kl-approx.html. An
+estimator with a good value need not have a good gradient: Tang & Munos 2506.09477, Liu et al. 2510.01555, Zhang et al.
+2505.17508 (arXiv). One rule covers both placements on fresh samples: a loss f(d) descends sum_x ref phi(pi/ref) with
+phi'(t) = f'(log t), and a reward -c(d) descends the same sum with phi'(t) = c(log t). The sum is a divergence only if
+phi' increases, so a loss has to be convex in d and a reward term c has to increase in d; only k1 does (and k4, which is
+k1 on fresh samples).
 
-The gradient `unbiased` keeps any value and replaces its slope by ratio d. That is the slope of ratio k3 (DeepSeek-V3.2,
-2512.02556), and it is right on fresh and on stale samples. Every term in the loss is per token and leaves out how a
-token changes the KL of later tokens; k1 in the reward, summed from each token to the end of the response, has the
-gradient of the sequence KL.
+A + keeps any value and replaces its slope by ratio d. That is the slope of ratio k3 (DeepSeek-V3.2, 2512.02556), and it
+is right on fresh and on stale samples. Every term in the loss is per token and leaves out how a token changes the KL of
+later tokens; k1 in the reward, summed from each token to the end of the response, has the gradient of the sequence KL.
 
 `python kl_estimators.py [SCRIPT]` computes and prints the table from the `token_loss` of SCRIPT (default: grpo.py), so
-an edited copy shows what its own loss does.
+an edited copy, also one with an estimator of its own, shows what its loss does.
 """
 
 import argparse
 import dataclasses
 import math
 import runpy
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-ESTIMATORS = ("k1", "k2", "k3", "k4", "abs", "full")
-GRADIENTS = ("naive", "unbiased")
+LOGGED = ("k1", "k2", "k3", "k4", "abs")  # as kl/NAME in every run with a reference
 ALIASES = {"kl": "k1", "kl1": "k1", "mse": "k2", "kl2": "k2", "low_var_kl": "k3", "kl3": "k3", "kl4": "k4"}
 
-EXP_LIMIT = 20.0  # exponents stop here
 
-
-# --------------------------------------------------------------------------------------------------- the estimators
+def estimators(script: ModuleType) -> list[str]:
+    """Return the names of a script's estimators, without aliases and without those with a +."""
+    return [name for name in get_args(script.KLEstimator) if name not in ALIASES]
 
 
 def canonical_name(name: str) -> str:
-    """Return the entry of ESTIMATORS for a name or an alias. Raises ValueError for an unknown name."""
-    name = ALIASES.get(name, name)
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown KL estimator {name!r}: use {', '.join(ESTIMATORS)} (or {', '.join(ALIASES)})")
-    return name
-
-
-def _masked(mask: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """Return the tensors in fp32 or wider, with 0 where mask is False.
-
-    Both steps come before any arithmetic: bf16 log-probs near -11 are 0.06 apart, and a NaN under the mask would
-    survive a multiplication by 0.
-    """
-    if any(x is None for x in tensors):
-        raise ValueError(
-            "the KL needs the reference's log-probs (estimator full: full_kl), and zeros cannot replace them"
-        )
-    if mask.dtype != torch.bool or any(x.shape != mask.shape for x in tensors):
-        shapes = ", ".join(str(tuple(x.shape)) for x in (mask, *tensors))
-        raise ValueError(f"the KL needs a bool mask and equal shapes, got {mask.dtype} and shapes {shapes}")
-    clean = []
-    for x in tensors:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        clean.append(torch.where(mask, wide, 0.0))
-    return clean
-
-
-def _ratio(logp: Tensor, old: Tensor) -> Tensor:
-    return (logp - old).clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-
-
-@torch.no_grad()
-def _value(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> Tensor:
-    """Return the value of one sampled estimator, per token."""
-    d = logp - ref
-    if name == "k1":
-        return d
-    if name == "k2":
-        return d * d / 2
-    if name == "k3":
-        bounded = d.clamp(min=-EXP_LIMIT)
-        return torch.expm1(-bounded) + bounded  # in float32, exp(-d) - 1 + d would be negative near d = 0
-    if name == "k4":
-        return _ratio(logp, old) * d
-    return d.abs()
-
-
-@torch.no_grad()
-def kl_reward(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    estimator: str,
-    full_kl: Tensor | None = None,
-) -> Tensor:
-    """Return the penalty to subtract from the reward per token, before beta: nats, detached, 0 where mask is False.
-
-    logprobs are those of the policy that drew the samples, so the ratio is 1 and k4 equals k1. Raises ValueError
-    for an unknown name, a missing ref_logprobs or full_kl, unequal shapes, or a mask that is not bool.
-    """
-    name = canonical_name(estimator)
-    if name == "full":
-        return _masked(mask, full_kl)[0]
-    logp, ref = _masked(mask, logprobs, ref_logprobs)
-    return _value(name, logp, logp, ref)
-
-
-@torch.no_grad()
-def kl_values(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return k1, k2, k3, k4 and abs per token, for logging: nats, detached, 0 where mask is False.
-
-    All tensors share one shape. Errors as in `kl_reward`.
-    """
-    logp, old, ref = _masked(mask, logprobs, old_logprobs, ref_logprobs)
-    return {name: _value(name, logp, old, ref) for name in ESTIMATORS if name != "full"}
+    """Return what a name stands for: that of an alias, with the + that it has."""
+    bare = name.removesuffix("+")
+    return ALIASES.get(bare, bare) + name[len(bare) :]
 
 
 def full_vocabulary_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
@@ -225,38 +153,14 @@ GAP = "grad [KL(pi||ref) - KL(ref||pi)]"
 LATE = "grad [KL(pi||ref) - KL(pi||old)]"
 NONE = "not a KL gradient"
 
-# estimator -> expected gradient (on fresh samples, on stale samples)
-NAIVE_LOSS = {
-    "k1": (ZERO, AWAY),
-    "k2": (REVERSE, NONE),
-    "k3": (FORWARD, NONE),
-    "k4": (REVERSE, REVERSE),
-    "abs": (TV, NONE),
-    "full": (REVERSE, REVERSE),
-}
-UNBIASED_LOSS = dict.fromkeys(ESTIMATORS, (REVERSE, REVERSE))
-REWARD = {
-    "k1": (REVERSE, LATE),
-    "k2": (NONE, NONE),
-    "k3": (GAP, NONE),
-    "k4": (REVERSE, LATE),
-    "abs": (NONE, NONE),
-    "full": (ZERO, ZERO),
-}
 WHY = {
-    ("loss", ZERO): "it adds noise and no pull toward the reference (fix: --kl_gradient unbiased)",
+    ("loss", ZERO): "it adds noise and no pull toward the reference",
     ("loss", AWAY): (
-        "it pushes the policy away from the sampler and ignores the reference, so a larger beta gives a larger KL "
-        "(fix: --kl_gradient unbiased)"
+        "it pushes the policy away from the sampler and ignores the reference, so a larger beta gives a larger KL"
     ),
-    ("loss", FORWARD): (
-        "this is not the reverse KL that its value measures, and it is unbounded where pi << ref "
-        "(fix: --kl_gradient unbiased)"
-    ),
-    ("loss", TV): (
-        "its size is the same near the reference as far from it, so it never settles (fix: --kl_gradient unbiased)"
-    ),
-    ("loss", NONE): "the importance ratio is missing (fix: --kl_gradient unbiased)",
+    ("loss", FORWARD): "this is not the reverse KL that its value measures, and it is unbounded where pi << ref",
+    ("loss", TV): "its size is the same near the reference as far from it, so it never settles",
+    ("loss", NONE): "its value is that of a KL, its gradient is not",
     ("reward", ZERO): "it does not depend on which token is sampled, so it acts only through later tokens (use k1)",
     ("reward", GAP): "it has no pull near the reference and a push away where pi < ref, and can raise the KL (use k1)",
     ("reward", LATE): (
@@ -269,96 +173,55 @@ WHY = {
 WEIGHT_MISSING = "the weight old / sampler is missing (fix: --truncated_importance_sampling_ratio_cap 2)"
 
 
-def expected_gradients(place: str, estimator: str, gradient: str) -> tuple[str, str]:
-    """Return the names of the expected gradient (on fresh samples, on stale samples) of a term in the loss or reward.
+def kl_setting_message(script: ModuleType, args: Any) -> tuple[str, list[str]]:
+    """Return a line that describes a run's KL, and a warning for each difference between its name and its effect.
 
-    They also hold on asynchronous samples, which were drawn with older weights than those of old, if each token has the
-    weight old / sampler.
+    script: the training script, whose loss the expected gradients are computed from, by ``table_row``.
     """
-    if place == "reward":
-        return REWARD[estimator]
-    if gradient == "unbiased":
-        return UNBIASED_LOSS[estimator]
-    return NAIVE_LOSS[estimator]
-
-
-def unweighted_gradient(place: str, estimator: str, gradient: str) -> str:
-    """Return the name of the expected gradient on asynchronous samples without the weight old / sampler."""
-    if place == "loss" and estimator == "full":
-        return REVERSE
-    if place == "loss" and estimator == "k1" and gradient == "naive":
-        return AWAY_FROM_SAMPLER
-    return NONE
-
-
-def kl_setting_message(
-    placement: str,
-    estimator: str,
-    gradient: str,
-    beta: float,
-    optimizer_steps_per_batch: int,
-    kl_reward_norm: str,
-    *,
-    reward_coef: float | None = None,
-    reward_estimator: str | None = None,
-    adaptive: bool = False,
-    measured: bool = False,
-    stale: bool = False,
-    cap: float | None = None,
-    mask: tuple[float, float] | None = None,
-) -> tuple[str, list[str]]:
-    """Return a line that describes the setting, and a warning for each difference between its name and its effect.
-
-    reward_coef, reward_estimator: those of the KL in the reward, if they are not beta and estimator. adaptive: a
-    controller changes the coefficient in the reward, or without a KL in the reward that in the loss. measured: the
-    reference is loaded in any case. kl_reward_norm: after_norm or before_norm. stale: samples are stale (asynchronous)
-    in the first optimizer step of a batch already; from the second step on they always are.
-    cap, mask: bounds of a token's weight old / sampler, which is 1 without both.
-    Raises ValueError for unknown names and for coefficients below 0.
-    """
-    names = {"loss": canonical_name(estimator), "reward": canonical_name(reward_estimator or estimator)}
-    coefs = {"loss": beta, "reward": beta if reward_coef is None else reward_coef}
-    known = placement in ("none", "loss", "reward", "both") and gradient in GRADIENTS
-    if not (known and kl_reward_norm in ("after_norm", "before_norm") and all(coef >= 0 for coef in coefs.values())):
-        raise ValueError(f"no such KL setting: {placement=}, {gradient=}, {kl_reward_norm=}, {beta=}, {reward_coef=}")
-    places = [place for place in names if placement in (place, "both") and coefs[place] > 0]
+    in_loss, in_reward = args.kl_coefficients
+    names = {"loss": canonical_name(args.kl_estimator), "reward": canonical_name(args.kl_reward_estimator)}
+    coefs = {"loss": in_loss, "reward": in_reward}
+    places = [place for place in names if coefs[place] > 0]
     if not places:
-        warnings = ["KL: the placement is none, so beta has no effect"] if beta and placement == "none" else []
-        return "KL: none, " + ("only measured" if measured else "no reference model"), warnings
+        unused = args.beta > 0 and args.kl_placement == "none"
+        warnings = ["KL: the placement is none, so beta has no effect"] if unused else []
+        return "KL: none, " + ("only measured" if args.load_ref_policy else "no reference model"), warnings
 
+    cap, mask = args.truncated_importance_sampling_ratio_cap, args.importance_sampling_mask
     bounds = ""  # within which the weight is old / sampler
     if cap and mask is None:
         bounds = f"old / sampler <= {cap:g}"
     elif mask is not None:
         bounds = f"{mask[0]:g} <= old / sampler <= {min(mask[1], cap or mask[1]):g}"
+    stale = args.async_steps > 0  # in the first optimizer step of a batch already
     meanings = []
     warnings = []
     for place in places:
         name = names[place]
         term = f"{name} in the {place}"
-        if place == "loss" and name != "full":
-            term += f", {gradient}"
-        first, later = expected_gradients(place, name, gradient)
+        rows = {condition: table_row(script, place, name, condition) for condition in CONDITIONS}
         if stale and not bounds:
-            cases = [(unweighted_gradient(place, name, gradient), "asynchronous")]
-        elif first == later:
-            cases = [(first, "fresh and stale")]
-        elif optimizer_steps_per_batch == 1:
-            cases = [(first, "fresh")]
+            cases = {"asynchronous": rows["unweighted"]}
+        elif rows["fresh"].label == rows["stale"].label != NONE:
+            cases = {"fresh and stale": rows["fresh"]}
+        elif args.num_epochs * args.num_mini_batches == 1:
+            cases = {"fresh": rows["fresh"]}
         else:
-            cases = [(first, "fresh"), (later, "stale")]
-        found = ", ".join(f"{label} on {samples} samples" for label, samples in cases)
+            cases = {"fresh": rows["fresh"], "stale": rows["stale"]}
+        found = ", ".join(f"{row.meaning()} on {samples} samples" for samples, row in cases.items())
         if stale and bounds and (place, name) != ("loss", "full"):
             found += f", on asynchronous ones as well where {bounds}"
-        moves = " (adaptive)" if adaptive and place == places[-1] else ""
+        moves = " (adaptive)" if args.kl_target is not None and place == places[-1] else ""
         meanings.append(f"{coefs[place]:g}{moves} x {term}: expected gradient {found}")
-        for label, samples in cases:
-            if label != REVERSE:
-                why = WEIGHT_MISSING if samples == "asynchronous" else WHY[place, label]
-                warnings.append(f"KL: {term}: {label} on {samples} samples: {why}")
+        for samples, row in cases.items():
+            if row.label != REVERSE:
+                why = WEIGHT_MISSING if samples == "asynchronous" else WHY[place, row.label]
+                if place == "loss" and samples != "asynchronous":
+                    why += f" (fix: --kl_estimator {name}+)"
+                warnings.append(f"KL: {term}: {row.meaning()} on {samples} samples: {why}")
     if "reward" in places and names["reward"] == "k4":
         warnings.append("KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed")
-    if "reward" in places and kl_reward_norm == "before_norm":
+    if "reward" in places and getattr(args, "kl_reward_norm", "") == "before_norm":  # PPO has no group statistics
         warnings.append(
             "KL: --kl_reward_norm before_norm: the group's std divides beta, and a group of equal rewards turns KL "
             "noise into full-size advantages"
@@ -379,9 +242,12 @@ CONDITIONS = {
     "unweighted": "the same without the weight",
 }
 
-SETTINGS = [("loss", name, gradient) for gradient in GRADIENTS for name in ESTIMATORS if name != "full"]
-SETTINGS += [("loss", "full", "naive")]
-SETTINGS += [("reward", name, "-") for name in ESTIMATORS]
+
+def settings(script: ModuleType) -> list[tuple[str, str]]:
+    """Return the (place, estimator) of every row of a script's table."""
+    names = estimators(script)
+    in_loss = [*names, *(f"{name}+" for name in names if name != "full")]
+    return [("loss", name) for name in in_loss] + [("reward", name) for name in names]
 
 
 def make_tokens(script: ModuleType, **known: Tensor | None):
@@ -403,7 +269,6 @@ def loss_term(
     ref: Tensor,
     *,
     estimator: str,
-    gradient: str = "naive",
     full_kl: Tensor | None = None,
     sampler: Tensor | None = None,
 ) -> Tensor:
@@ -422,7 +287,7 @@ def loss_term(
         full_kl_T=full_kl,
     )
     bounds = {} if sampler is None else {"truncated_importance_sampling_ratio_cap": math.inf}
-    args = script.Args(beta=1.0, kl_estimator=estimator, kl_gradient=gradient, **bounds)
+    args = script.Args(beta=1.0, kl_estimator=estimator, **bounds)
     return script.token_loss(tokens, 1.0, args)[0]
 
 
@@ -435,8 +300,12 @@ class TableRow(NamedTuple):
     cosine: float  # between its expected gradient and grad KL(pi||ref)
     gradient_sd: float  # of the gradient from one sample: the root of the trace of its covariance
 
+    def meaning(self) -> str:
+        """Return the label, for a gradient without a name with its cosine."""
+        return f"{self.label} (cosine {self.cosine:+.2f} with grad KL(pi||ref))" if self.label == NONE else self.label
 
-def table_row(script: ModuleType, place: str, estimator: str, gradient: str, condition: str) -> TableRow:
+
+def table_row(script: ModuleType, place: str, estimator: str, condition: str) -> TableRow:
     """Return the row of one setting under one of CONDITIONS. ``script``: grpo, ppo, or a copy, whose loss is used."""
     theta = torch.tensor(THETA, dtype=torch.float64, requires_grad=True)
     sampler_logits = THETA if condition == "fresh" else OLD
@@ -448,14 +317,14 @@ def table_row(script: ModuleType, place: str, estimator: str, gradient: str, con
     drawn = sampler.exp()
     weighted = condition == "weighted"
     if place == "loss":
-        chosen = {"estimator": estimator, "gradient": gradient, "full_kl": full_vocabulary_kl(logp, ref).expand(5)}
-        term = loss_term(script, logp, old, ref, sampler=sampler if weighted else None, **chosen)
+        full_kl = full_vocabulary_kl(logp, ref).expand(5)
+        drawn_by = sampler if weighted else None
+        term = loss_term(script, logp, old, ref, estimator=estimator, full_kl=full_kl, sampler=drawn_by)
         value = term
     else:  # the policy gradient of a penalty that was fixed when the samples were drawn
-        everywhere = torch.ones(5, dtype=torch.bool)
-        full_kl = full_vocabulary_kl(old, ref).expand(5)
-        weight = (old - sampler).exp() if weighted else 1.0
-        value = weight * kl_reward(old, ref, everywhere, estimator=estimator, full_kl=full_kl)
+        full = estimator == "full"
+        kl = full_vocabulary_kl(old, ref).expand(5) if full else script.kl_value(estimator, old, old, ref)
+        value = kl * (old - sampler).exp() if weighted else kl
         term = (logp - old).exp() * value
 
     def grad(x: Tensor) -> Tensor:
@@ -497,10 +366,10 @@ def print_table(script: ModuleType) -> None:
     """Print the row of every setting under every condition."""
     for condition, title in CONDITIONS.items():
         print(f"\n{title}")
-        print("place   name  gradient  value bias    sd  expected gradient                 cosine    sd")
-        for setting in SETTINGS:
+        print("place   name      value bias    sd  expected gradient                 cosine    sd")
+        for setting in settings(script):
             row = table_row(script, *setting, condition)
-            print("{:8}{:6}{:9}{:+11.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *row))
+            print("{:8}{:8}{:+12.4f}{:6.3f}  {:33}{:+7.3f}{:6.3f}".format(*setting, *row))
 
 
 def main(words: list[str]) -> None:
@@ -514,11 +383,14 @@ def main(words: list[str]) -> None:
     sys.path.insert(0, str(path.resolve().parent))  # where Python looks first when it runs the script
     script = ModuleType("script")
     vars(script).update(runpy.run_path(str(path), run_name="script"))
-    missing = [name for name in ("Args", "Tokens", "token_loss") if not hasattr(script, name)]
+    missing = [
+        name for name in ("Args", "KLEstimator", "Tokens", "kl_value", "token_loss") if not hasattr(script, name)
+    ]
     if missing:
         parser.error(f"{path} does not define {', '.join(missing)}; pass grpo.py, ppo.py, or an edited copy")
     print_table(script)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main(sys.argv[1:])

@@ -51,6 +51,7 @@ from runtime.training import model_files
 CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
+KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
 
 
 @flags.own_flags_first
@@ -108,11 +109,10 @@ class Args(flags.RunFlags):
     """Coefficient of the KL to the reference model. 0: there is no KL, and no reference model is loaded."""
     kl_placement: Literal["none", "loss", "reward", "both"] = "loss"
     """Add the KL to the loss, to the reward, to both, or to none of them."""
-    kl_estimator: KLEstimator = "k3"
+    kl_estimator: KLInLoss = "k3+"
     """Estimator of the KL in the loss, for d = log(pi/ref). k1: d. k2: d^2/2. k3: exp(-d)-1+d. k4: d*pi/old. abs: |d|.
-    full: exact sum over the vocabulary. The other names are aliases that other frameworks use (docs/kl.md)."""
-    kl_gradient: Literal["naive", "unbiased"] = "unbiased"
-    """Gradient of the KL in the loss. naive: that of the estimator as written. unbiased: that of KL(pi || ref)."""
+    full: exact sum over the vocabulary. A + behind a name keeps the value and takes the gradient of KL(pi || ref).
+    Recommended: k3+. The other names are aliases that other frameworks use (docs/kl.md)."""
     kl_reward_coef: float | None = None
     """Coefficient of the KL in the reward. Default: beta."""
     kl_reward_estimator: KLEstimator = "k1"
@@ -257,7 +257,7 @@ from accelerate.utils import set_seed
 from torch import nn
 
 import utils
-from kl_estimators import kl_reward, rollout_kl
+from kl_estimators import rollout_kl
 from runtime.engine import isolation, turns, vllm_settings
 from runtime.engine.client import Engine, Queue
 from runtime.engine.weights import push_weights, release_vllm
@@ -405,6 +405,27 @@ class Tokens:
     full_kl_T: torch.Tensor | None  # exact KL over the vocabulary, with gradient; None unless the loss uses it
 
 
+def kl_value(name: str, logprobs_T: torch.Tensor, old_T: torch.Tensor, ref_T: torch.Tensor) -> torch.Tensor:
+    """Return the estimator of KL(policy || reference) of each token, [T] in nats, in the loss, the reward and the log.
+
+    Its own gradient in the loss is noted, in expectation on fresh samples (policy = old). In the reward both are old.
+    """
+    d_T = logprobs_T - ref_T
+    match name:
+        case "k1" | "kl" | "kl1":  # 0
+            return d_T
+        case "k2" | "kl2" | "mse":  # that of KL(policy || reference)
+            return d_T.square() / 2
+        case "k3" | "kl3" | "low_var_kl":  # that of KL(reference || policy)
+            bounded_T = clamp_straight_through(d_T, -20, math.inf)
+            return torch.expm1(-bounded_T) + bounded_T
+        case "k4" | "kl4":  # that of KL(policy || reference), on stale samples as well
+            return clamp_straight_through(logprobs_T - old_T, -20, 20).exp() * d_T
+        case "abs":  # twice that of the total variation
+            return d_T.abs()
+    raise ValueError(f"unknown KL estimator {name!r}")
+
+
 def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss of each response token before weighting, and the pieces to be logged; all are [T] in fp32.
 
@@ -424,29 +445,16 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     policy_T = weight_T * policy_T
     loss_T = policy_T - args.entropy_coef * t.entropy_T
 
-    # KL in the loss. Gradients noted below are those of --kl_gradient naive; samples are fresh if policy = old.
+    # KL in the loss
     kl_T = torch.zeros_like(loss_T)
     if beta > 0:
-        d_T = t.logprobs_T - t.ref_T
-        match args.kl_estimator:
-            case "k1" | "kl" | "kl1":  # expected gradient on fresh samples: 0
-                kl_T = d_T
-            case "k2" | "kl2" | "mse":  # expected gradient on fresh samples: that of KL(policy || reference)
-                kl_T = d_T.square() / 2
-            case "k3" | "kl3" | "low_var_kl":  # expected gradient on fresh samples: that of KL(reference || policy)
-                bounded_T = clamp_straight_through(d_T, -20, math.inf)
-                kl_T = torch.expm1(-bounded_T) + bounded_T
-            case "k4" | "kl4":  # expected gradient on fresh and stale samples: that of KL(policy || reference)
-                live_ratio_T = clamp_straight_through(t.logprobs_T - t.old_T, -20, 20).exp()
-                kl_T = live_ratio_T * d_T
-            case "abs":  # expected gradient on fresh samples: twice that of the total variation
-                kl_T = d_T.abs()
-            case "full":  # the value and the gradient are exact
-                kl_T = t.full_kl_T
-        if args.kl_estimator != "full":
-            if args.kl_gradient == "unbiased":  # keep the value, use the gradient of KL(policy || reference)
-                slope_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp().clamp(max=10) * d_T.clamp(-10, 10)
-                kl_T = kl_T.detach() + slope_T.detach() * (t.logprobs_T - t.logprobs_T.detach())
+        name = args.kl_estimator.removesuffix("+")
+        kl_T = t.full_kl_T if name == "full" else kl_value(name, t.logprobs_T, t.old_T, t.ref_T)
+        if args.kl_estimator.endswith("+"):  # keep the value, use the gradient of KL(policy || reference)
+            d_T = (t.logprobs_T - t.ref_T).clamp(-10, 10)
+            slope_T = (t.logprobs_T - t.old_T).clamp(-20, 20).exp().clamp(max=10) * d_T
+            kl_T = kl_T.detach() + slope_T.detach() * (t.logprobs_T - t.logprobs_T.detach())
+        if name != "full":
             kl_T = weight_T * kl_T
         loss_T = loss_T + beta * kl_T
     clipped_T = (clipped_T > unclipped_T).float()
@@ -924,8 +932,9 @@ def main(args: Args, ready: Ready | None) -> None:
         # reward is subtracted here.
         task_rewards_N = torch.from_numpy(token_rewards(samples, run.tokenizer.decode, args))
         if kl.reward > 0:
-            all_N = torch.ones(slots, dtype=torch.bool, device=device)
-            kl_N = kl_reward(old_N, ref_N, all_N, estimator=args.kl_reward_estimator, full_kl=full_kl_N)
+            kl_N = full_kl_N
+            if full_in_reward is None:
+                kl_N = kl_value(args.kl_reward_estimator, old_N, old_N, ref_N)
             task_rewards_N -= kl.reward * kl_N[:-1].double().cpu()
             kl_metrics["kl/reward_coef"] = kl.reward
             kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
@@ -955,7 +964,7 @@ def main(args: Args, ready: Ready | None) -> None:
         groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
         critic_epochs = 0 if critic is None else critic_args.num_epochs
         critic_updates = critic_epochs * args.num_mini_batches
-        stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N)
+        stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N, kl_value)
         with clock("update"):
             # The critic's optimizer steps come first; they do not affect those of the policy.
             for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl, kl_setting_message, kl_values
+import kl_estimators
+from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl
 from runtime.arguments import flags
 from runtime.data import rendering
 from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, is_graded, majority, pass_at_k
@@ -119,23 +121,17 @@ def setup_run(args, ready: tuple) -> Run:
 
 def kl_lines(args) -> list[str]:
     """Describe the KL setting of a run, with a warning wherever its effect differs from its name."""
-    meaning, warnings = kl_setting_message(
-        args.kl_placement,
-        args.kl_estimator,
-        args.kl_gradient,
-        args.beta,
-        args.num_epochs * args.num_mini_batches,
-        getattr(args, "kl_reward_norm", "after_norm"),  # PPO has no group statistics
-        reward_coef=args.kl_reward_coef,
-        reward_estimator=args.kl_reward_estimator,
-        adaptive=args.kl_target is not None,
-        measured=args.load_ref_policy,
-        stale=args.async_steps > 0,
-        cap=args.truncated_importance_sampling_ratio_cap,
-        mask=args.importance_sampling_mask,
-    )
+    meaning, warnings = kl_estimators.kl_setting_message(sys.modules[type(args).__module__], args)
     if any(args.kl_coefficients) and args.filter_zero_std_samples:
         warnings.append("KL: --filter_zero_std_samples leaves groups of equal reward without a pull to the reference")
+    given = (args.flags_set or frozenset()) if args.preset is None else frozenset()
+    if not any(args.kl_coefficients):
+        idle = given & {"kl_placement", "kl_estimator"}
+        warnings += [f"--{name} changes nothing without a KL: see --beta" for name in sorted(idle)]
+    if args.num_epochs * args.num_mini_batches == 1:
+        idle = given & {"clip_lower", "clip_higher", "clip_ratio_c"}
+        why = "with one optimizer step per batch the ratio is 1: see --num_mini_batches"
+        warnings += [f"--{name} changes nothing, since {why}" for name in sorted(idle)]
     return [meaning, *(f"warning: {line}" for line in warnings)]
 
 
@@ -613,7 +609,14 @@ class UpdateStats:
     KNOWN = ("policy", "kl", "ratio", "clipped", "weight")
 
     def __init__(
-        self, args, run: Run, engines: int, has_reference: bool, fresh_N: torch.Tensor, engine_N: torch.Tensor
+        self,
+        args,
+        run: Run,
+        engines: int,
+        has_reference: bool,
+        fresh_N: torch.Tensor,
+        engine_N: torch.Tensor,
+        kl_value: Callable,
     ):
         self.args = args
         self.run = run
@@ -621,6 +624,7 @@ class UpdateStats:
         self.has_reference = has_reference
         self.fresh_N = fresh_N
         self.engine_N = engine_N
+        self.kl_value = kl_value  # the script's
         self.totals: Counter = Counter()
         self.peaks: Counter = Counter()
         self.extra: set[str] = set()
@@ -651,7 +655,8 @@ class UpdateStats:
             **weight_statistics(t.old_T, t.sampler_T, self.args),
         }
         if self.has_reference:
-            values |= kl_values(t.logprobs_T, t.old_T, t.ref_T, t.weights_T != 0)
+            logprobs_T = t.logprobs_T.detach()
+            values |= {name: self.kl_value(name, logprobs_T, t.old_T, t.ref_T) for name in kl_estimators.LOGGED}
         self.extra = set(pieces) - set(self.KNOWN)
         own = {f"policy/{name}": pieces[name] for name in sorted(self.extra)}  # not under the names above
         self.mini.add(own_T, values | own)
@@ -714,7 +719,7 @@ class UpdateStats:
             "optim/grad_norm": self.grad_norm,
         }
         if self.has_reference:
-            metrics |= {f"kl/{name}": totals[name] / tokens for name in ("k1", "k2", "k3", "k4", "abs")}
+            metrics |= {f"kl/{name}": totals[name] / tokens for name in kl_estimators.LOGGED}
             metrics["kl/sequence"] = totals["k1"] / totals["samples"]
         return metrics
 

@@ -12,7 +12,7 @@ from probe_run import Call, Recorded, Update
 from torch import Tensor
 
 import utils
-from kl_estimators import kl_reward, make_tokens
+from kl_estimators import make_tokens
 from runtime.training import batching
 
 CLOSE = 1e-3  # of two gradients or arrays, relative to the larger one: both are fp32
@@ -121,8 +121,7 @@ class Oracle:
         if kind == "full" or coefficient == 0:
             return torch.zeros_like(self.logprobs[step])
         old, ref = self.logprobs[step], self.reference[step]
-        every = torch.ones_like(old).bool()
-        return coefficient * kl_reward(old, ref, every, estimator=kind)
+        return coefficient * self.subject.script.kl_value(kind, old, old, ref)
 
     def whitened(self, step: int) -> dict[str, Tensor]:
         """Return the advantages of ppo.py, [N]: those that ``gae`` returned, with the normalization of --adv_norm."""

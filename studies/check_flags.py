@@ -110,9 +110,9 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 def settings_of(args: Any) -> list[Any]:
     """Return the given flags, and two other settings in which more of the flags have an effect."""
-    naive = with_flags(args, kl_gradient="naive")
+    plain = with_flags(args, kl_estimator=args.kl_estimator.removesuffix("+"))
     constant = with_flags(args, kl_estimator="k3", loss_norm="constant")
-    return [args, naive, constant]
+    return [args, plain, constant]
 
 
 def effects(script: ModuleType, args: Any, name: str) -> list[bool | None]:

@@ -237,18 +237,18 @@ def check_groups(subject: Subject) -> list[Finding]:
 def check_kl(subject: Subject) -> list[Finding]:
     """Compare the objective that each KL in the loss descends with the unedited script's, the own setting first."""
     args = subject.args
-    own = (kl_estimators.canonical_name(args.kl_estimator), args.kl_gradient)
+    own = kl_estimators.canonical_name(args.kl_estimator)
     where = subject.first_place("token_loss", "clamp_straight_through")
     first: list[Finding] = []
     others: list[Finding] = []
     equal = 0
-    settings = [setting[1:] for setting in kl_estimators.SETTINGS if setting[0] == "loss"]
-    for (estimator, gradient), condition in itertools.product(settings, ("fresh", "stale")):
-        setting = ("loss", estimator, gradient, condition)
+    names = [name for place, name in kl_estimators.settings(subject.script) if place == "loss"]
+    for estimator, condition in itertools.product(names, ("fresh", "stale")):
+        setting = ("loss", estimator, condition)
         ours = kl_estimators.table_row(subject.script, *setting)
         theirs = kl_estimators.table_row(subject.base, *setting)
-        mine = (estimator, gradient) == own or (estimator == own[0] == "full")
-        title = f"KL {estimator} {gradient}, {condition}"
+        mine = estimator == own
+        title = f"KL {estimator}, {condition}"
         if ours.label == theirs.label and abs(ours.cosine - theirs.cosine) < SAME:
             equal += 1
             if mine:
@@ -262,7 +262,7 @@ def check_kl(subject: Subject) -> list[Finding]:
         text += f"; {subject.base_name}: {theirs.label} ({theirs.cosine:+.3f})"
         (first if mine else others).append(Finding(1, title, FAIL if bad else NOTE, text, where))
     worst = sorted(others, key=lambda finding: finding.state != FAIL)
-    total = 2 * len(settings)
+    total = 2 * len(names)
     summary = Finding(
         1,
         "KL in the loss",

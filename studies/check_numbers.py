@@ -10,7 +10,8 @@ import torch
 from check_subject import FAIL, OK, Finding, Subject, with_flags
 from torch import Tensor
 
-from kl_estimators import SETTINGS, make_tokens
+import kl_estimators
+from kl_estimators import make_tokens
 
 FIELDS = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T")
 LOGPROBS = (0.0, -1e-7, -1.0, -70.08, -1e4)  # exp(70.08 - 1) is a ratio of 1e30
@@ -29,13 +30,12 @@ def grid(
     return {name: column.to(dtype) for name, column in zip(FIELDS, columns, strict=True)}
 
 
-def settings(args: Any) -> dict[str, tuple[float, Any]]:
+def settings(args: Any, base: ModuleType) -> dict[str, tuple[float, Any]]:
     """(coefficient of the KL, arguments) by name: the script's own, and each KL in the loss and importance weight."""
     found = {"the given flags": (args.kl_coefficients[0], args)}
-    for place, estimator, gradient in SETTINGS:
+    for place, estimator in kl_estimators.settings(base):
         if place == "loss":
-            changed = with_flags(args, kl_estimator=estimator, kl_gradient=gradient)
-            found[f"--kl_estimator {estimator} --kl_gradient {gradient}"] = (0.1, changed)
+            found[f"--kl_estimator {estimator}"] = (0.1, with_flags(args, kl_estimator=estimator))
     found["--truncated_importance_sampling_ratio_cap 2"] = (
         0.0,
         with_flags(args, truncated_importance_sampling_ratio_cap=2.0),
@@ -78,11 +78,11 @@ def check_edges(subject: Subject) -> list[Finding]:
         "importance_weights",
         "clamp_straight_through",
     )
-    theirs = settings(subject.base_args)
+    theirs = settings(subject.base_args, subject.base)
     for title, values in cases.items():
         failed = []
         tokens = 0
-        for name, (beta, args) in settings(subject.args).items():
+        for name, (beta, args) in settings(subject.args, subject.base).items():
             ours_T = broken(subject.script, beta, args, values)
             theirs_T = broken(subject.base, *theirs[name], values)
             tokens += len(ours_T)

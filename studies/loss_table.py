@@ -391,7 +391,7 @@ def sampled_token(pi: Tensor, h: Hinted) -> Tensor:
     """Return grpo.py's unbiased k1 with the teacher as reference (SDPO, arXiv 2601.20802; variants/sdpo.patch)."""
     logprobs = h.world.token_logprobs(pi)
     tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), ref_T=h.taught())
-    args = grpo.Args(kl_estimator="k1", kl_gradient="unbiased")
+    args = grpo.Args(kl_estimator="k1+")
     return grpo.token_loss(tokens, 1.0, args)[0]
 
 

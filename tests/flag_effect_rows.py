@@ -175,8 +175,7 @@ EVIDENCE: dict[str, Row] = {
     # ---- KL
     "beta": row(0.1, "kl/k1", "loss/kl", "weights", learning_rate=1e-2),
     "kl_placement": row("reward", "token advantages", "loss/kl", **KL),
-    "kl_estimator": row("k1", "loss/kl", **KL),
-    "kl_gradient": row("naive", "weights", **KL),
+    "kl_estimator": row("k1", "loss/kl", "weights", **KL),
     "kl_reward_coef": row(0.5, "token advantages", "kl/reward_coef", **KL, kl_placement="both"),
     "kl_reward_estimator": row("k2", "token advantages", "kl/reward", **KL, kl_placement="both"),
     "kl_target": row((1e-4, 100.0), "kl/coef", **KL),

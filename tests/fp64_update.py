@@ -36,6 +36,7 @@ def kl_value(name: str, logp: Tensor, old: Tensor, ref: Tensor) -> tuple[Tensor,
     low = d.clamp(min=-20)
     values = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-low) - 1 + low, "k4": ratio * d, "abs": d.abs()}
     slopes = {"k1": torch.ones_like(d), "k2": d, "k3": 1 - torch.exp(-low), "k4": ratio * (d + 1), "abs": d.sign()}
+    name = name.removesuffix("+")
     return values[ALIASES.get(name, name)], slopes[ALIASES.get(name, name)]
 
 
@@ -43,7 +44,7 @@ def kl_loss(x: dict[str, Tensor], args) -> Tensor:
     """The sampled KL in the loss of each token, before weight and coefficient, with its gradient."""
     logp = x["logprobs_T"]
     value, slope = kl_value(args.kl_estimator, logp, x["old_T"], x["ref_T"])
-    if args.kl_gradient == "unbiased":  # the gradient of ratio k3
+    if args.kl_estimator.endswith("+"):  # the gradient of ratio k3
         ratio = (logp - x["old_T"]).detach().clamp(-20, 20).exp()
         slope = ratio.clamp(max=10) * (logp - x["ref_T"]).detach().clamp(-10, 10)
     return value + slope * (logp - logp.detach())

@@ -128,15 +128,15 @@ def token_loss(module, beta: float, args, **given):
     return module.token_loss(kl_estimators.make_tokens(module, **given), beta, args)
 
 
-def kl_loss(logprobs, old, ref, mask, *, estimator: str, gradient: str = "naive", full_kl=None):
+def kl_loss(logprobs, old, ref, mask, *, estimator: str, full_kl=None):
     """The KL in the loss of grpo.py per token, 0 where ``mask`` is False."""
     import torch
 
     import grpo
     import kl_estimators
 
-    given = {"estimator": estimator, "gradient": gradient, "full_kl": full_kl}
-    return torch.where(mask, kl_estimators.loss_term(grpo, logprobs, old, ref, **given), 0.0)
+    term = kl_estimators.loss_term(grpo, logprobs, old, ref, estimator=estimator, full_kl=full_kl)
+    return torch.where(mask, term, 0.0)
 
 
 def write_variant(name: str, folder: Path) -> Path:

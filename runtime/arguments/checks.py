@@ -137,8 +137,10 @@ def check_training(args: RunFlags) -> None:
             f"--total_episodes {episodes} is less than the {prompts * group} samples of one step "
             f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group}); increase it"
         )
-    if episodes is not None and args.total_epochs is not None:
-        refuse("--total_episodes and --total_epochs both set the length of the run; pass one of them")
+    lengths = [name for name in ("total_episodes", "total_epochs") if getattr(args, name) is not None]
+    lengths += {"total_steps"} & (args.flags_set or set())
+    if len(lengths) > 1:
+        refuse(f"{' and '.join(f'--{name}' for name in lengths)} both set the length of the run; pass one of them")
     if args.micro_batch_tokens is not None and args.micro_batch_tokens < longest:
         refuse(
             f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: --max_prompt_length "

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# KL estimator x gradient x placement x beta x optimizer steps per batch x seed. With several optimizer steps per batch
+# KL estimator x placement x beta x optimizer steps per batch x seed. With several optimizer steps per batch
 # the gradients of the estimators differ most; with one, the samples are fresh.
 #   scripts/sweeps/kl.sh                                                     on this machine, one after the other
 #   scripts/sweeps/kl.sh --seeds 1..5 --total_steps 100                      other arguments go to every run
@@ -7,20 +7,17 @@
 #   RUN=echo scripts/sweeps/kl.sh                                            print the commands
 #   ARRAY=8 scripts/sweeps/kl.sh                                             one Slurm array, eight runs at a time
 #   ESTIMATORS="k1 k3" BETAS="0 0.1" scripts/sweeps/kl.sh                    a part of it
-#   GRADIENTS="naive unbiased" MINI_BATCHES="1 4" scripts/sweeps/kl.sh       more of it
-#   SETTINGS="loss/k1/naive loss/k3/unbiased reward/k1/naive"                instead of placements x estimators x gradients
+#   ESTIMATORS="k1 k3 k3+" MINI_BATCHES="1 4" scripts/sweeps/kl.sh           more of it; a + is for the loss alone
+#   SETTINGS="loss/k1 loss/k3+ reward/k1" scripts/sweeps/kl.sh               instead of placements x estimators
 # Then: python scripts/plot.py runs --x beta --y kl/sequence --by kl_estimator kl_placement --output kl.png
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 settings=()
 for placement in ${PLACEMENTS:-loss reward}; do
     for estimator in ${ESTIMATORS:-k1 k2 k3 k4}; do
-        for gradient in ${GRADIENTS:-naive}; do
-            # The exact KL has the same gradient either way, and a reward has none.
-            if [[ $gradient == naive || ($estimator != full && $placement == loss) ]]; then
-                settings+=("$placement/$estimator/$gradient")
-            fi
-        done
+        if [[ $placement == loss || $estimator != *+ ]]; then # a + changes a gradient, and a reward has none
+            settings+=("$placement/$estimator")
+        fi
     done
 done
 
@@ -33,10 +30,10 @@ for seed in "${seeds[@]}"; do
                 continue
             fi
             for setting in ${SETTINGS:-${settings[@]}}; do
-                IFS=/ read -r placement estimator gradient <<<"$setting"
-                own=(--kl_placement "$placement" --kl_estimator "$estimator" --kl_gradient "$gradient")
+                IFS=/ read -r placement estimator <<<"$setting"
+                own=(--kl_placement "$placement" --kl_estimator "$estimator")
                 if [[ $placement == reward ]]; then
-                    own+=(--kl_reward_estimator "$estimator")
+                    own=(--kl_placement reward --kl_reward_estimator "$estimator")
                 fi
                 run "${same[@]}" --beta "$beta" "${own[@]}"
             done

@@ -105,7 +105,6 @@ CASES = {
         "beta": 0.5,
         "kl_placement": "both",
         "kl_estimator": "k3",
-        "kl_gradient": "naive",
         "kl_reward_coef": 0.2,
         "kl_reward_estimator": "k2",
         "kl_target": (0.01, 100.0),

@@ -6,8 +6,6 @@ import pytest
 import torch
 from helpers import kl_loss
 
-import kl_estimators as kl
-
 
 @pytest.mark.integration
 def test_exact_ascent_finds_the_optimum_of_the_sequence_kl_only_from_the_reward():
@@ -29,7 +27,7 @@ def test_exact_ascent_finds_the_optimum_of_the_sequence_kl_only_from_the_reward(
             fresh = logp.detach()
             gain = rewards[:, None].expand(27, 3)
             if placement == "reward":
-                gain = gain - beta * kl.kl_reward(fresh, ref, mask, estimator="k1").flip(1).cumsum(1).flip(1)
+                gain = gain - beta * (fresh - ref).flip(1).cumsum(1).flip(1)
             loss = -(logp - fresh).exp() * gain
             if placement == "loss":
                 loss = loss + beta * kl_loss(logp, fresh, ref, mask, estimator="k2")

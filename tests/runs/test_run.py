@@ -25,18 +25,16 @@ from helpers import (
 from safetensors.torch import load_file
 
 import grpo
+import kl_estimators
 import utils
-from kl_estimators import ESTIMATORS
 from runtime.run import logger
 from runtime.system import process
 from runtime.training import deepspeed_zero, pretrained
 
 SLOW = pytest.mark.slow
-SETTINGS = [("loss", name, g) for name in ESTIMATORS for g in ("naive", "unbiased") if (name, g) != ("full", "naive")]
-SETTINGS += [(place, name, "unbiased") for place in ("reward", "both") for name in ESTIMATORS]
-# Each placement, estimator and gradient once: what a setting computes, test_loss.py and test_kl_estimators.py compare.
-FAST = [("loss", "k1", "naive"), ("loss", "k3", "unbiased"), ("loss", "full", "unbiased"), ("reward", "k2", "unbiased")]
-FAST += [("both", "abs", "unbiased"), ("both", "k4", "unbiased")]
+SETTINGS = [*kl_estimators.settings(grpo), *(("both", name) for name in kl_estimators.estimators(grpo))]
+# Each placement and estimator once: what a setting computes, test_loss.py and test_kl_estimators.py compare.
+FAST = [("loss", "k1"), ("loss", "k3+"), ("loss", "full"), ("reward", "k2"), ("both", "abs"), ("both", "k4")]
 # test_ppo.py finds the lines of grpo.py in ppo.py, word for word: where it adds none, its run is a slow test.
 SCRIPTS = ["grpo", pytest.param("ppo", marks=SLOW)]
 
@@ -55,12 +53,11 @@ def own_flags(script: str) -> dict:
     return {"disable_value": True, "adv_norm": "none"} if script == "ppo" else {}
 
 
-@pytest.mark.parametrize(
-    "placement, estimator, gradient", [pytest.param(*s, marks=() if s in FAST else SLOW) for s in SETTINGS]
-)
-def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator, gradient):
+@pytest.mark.parametrize("placement, estimator", [pytest.param(*s, marks=() if s in FAST else SLOW) for s in SETTINGS])
+def test_every_kl_setting_runs(tiny, tmp_path, placement, estimator):
     """Two steps of two optimizer steps each; all estimators are logged whatever the switch says."""
-    changes = {"beta": 0.1, "kl_placement": placement, "kl_estimator": estimator, "kl_gradient": gradient}
+    changes = {"beta": 0.1, "kl_placement": placement}
+    changes["kl_reward_estimator" if placement == "reward" else "kl_estimator"] = estimator
     changes |= {"num_mini_batches": 2, "learning_rate": 1e-3, "filter_zero_std_samples": False}
     args = tiny_args(tiny, tmp_path, **changes)
     first, second = run_here(args)
@@ -142,7 +139,7 @@ def test_kl_in_loss_and_reward_has_two_coefficients_and_two_estimators(tiny, tmp
         return loss, pieces
 
     monkeypatch.setattr(module, "token_loss", spy)
-    changes = {"beta": 0.3, "kl_placement": "both", "kl_estimator": "k2", "kl_gradient": "naive"}
+    changes = {"beta": 0.3, "kl_placement": "both", "kl_estimator": "k2"}
     changes |= {"kl_reward_coef": 0.5, "kl_reward_estimator": "k1"}
     args = tiny_args(tiny, tmp_path, script, **changes, **TABLE, **own_flags(script))
     first, second = run_here(args, script)

@@ -3,12 +3,12 @@
 The formulas here are written a second time, from their definitions, and differentiated by autograd.
 """
 
+import importlib
 import itertools
 import math
 import sys
 from pathlib import Path
 
-import fp64_update
 import pytest
 import torch
 from helpers import kl_loss
@@ -24,6 +24,11 @@ SAMPLED = ("k1", "k2", "k3", "k4", "abs")
 GOLDEN = {"rkl": 0.23075419613703413, "fkl": 0.29186807946257853, "k2": 0.19314357742993615}
 GRAD_REVERSE = [0.02696176, -0.11349143, 0.10120495, 0.07286998, -0.08754525]
 GRAD_FORWARD = [0.06821676, -0.1410833, 0.16894041, 0.07431604, -0.17038992]
+
+
+def values_of(logp: Tensor, old: Tensor, ref: Tensor) -> dict[str, Tensor]:
+    """The value of each sampled estimator, as grpo.py has it."""
+    return {name: grpo.kl_value(name, logp, old, ref) for name in SAMPLED}
 
 
 def f64(x) -> Tensor:
@@ -58,7 +63,7 @@ class Case:
         return grad(x, self.theta)
 
     def values(self) -> dict[str, Tensor]:
-        return kl.kl_values(self.logp, self.old, self.ref, self.mask)
+        return values_of(self.logp, self.old, self.ref)
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
@@ -76,13 +81,13 @@ def random_cases(n: int):
 
 def test_values_at_known_points():
     d = f64([-5, -1, -0.1, 0, 0.1, 1, 5])
-    values = kl.kl_values(d, d - 0.5, torch.zeros_like(d), torch.ones(7, dtype=torch.bool))
+    values = values_of(d, d - 0.5, torch.zeros_like(d))
     k3 = f64([142.4131591, 0.71828183, 0.00517092, 0, 0.00483742, 0.36787944, 4.00673795])
     assert close(values["k1"], d, 0) and close(values["abs"], d.abs(), 0)
     assert close(values["k2"], f64([12.5, 0.5, 0.005, 0, 0.005, 0.5, 12.5]), 1e-7)
     assert close(values["k3"], k3, 1e-7)
     assert close(values["k4"], math.exp(0.5) * d, 1e-7)  # old = pi e^-0.5
-    assert list(values) == list(SAMPLED)
+    assert kl.LOGGED == SAMPLED
 
 
 def test_golden_case():
@@ -111,11 +116,11 @@ def test_which_values_are_unbiased(logits):
 
 def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
     d = torch.cat([x * torch.logspace(-6, -2, 41) for x in (1, -1)])
-    k3 = kl.kl_values(d, d, 0 * d, torch.ones(82, dtype=torch.bool))["k3"]
+    k3 = grpo.kl_value("k3", d, d, 0 * d)
     assert k3.dtype == torch.float32 and (k3 >= 0).all()
     assert ((k3 / (d**2 / 2) - 1).abs() < 0.2).all()
     wide = torch.linspace(-19, 60, 4001, dtype=torch.float64)
-    assert (kl.kl_values(wide, wide, 0 * wide, torch.ones(4001, dtype=torch.bool))["k3"] >= 0).all()
+    assert (grpo.kl_value("k3", wide, wide, 0 * wide) >= 0).all()
 
 
 # Gradients in the loss
@@ -137,15 +142,13 @@ def test_full_vocabulary_kl_of_barred_tokens_and_dtypes():
 # In the reward
 
 
-def test_reward_takes_no_gradient_and_needs_k1_to_rise_with_d():
-    d = torch.linspace(-6, 6, 121, dtype=torch.float64, requires_grad=True)
-    mask = torch.ones(121, dtype=torch.bool)
+def test_a_reward_needs_k1_to_rise_with_d():
+    d = torch.linspace(-6, 6, 121, dtype=torch.float64)
     for name in SAMPLED:
-        reward = kl.kl_reward(d, 0 * d, mask, estimator=name)
-        assert not reward.requires_grad
+        reward = grpo.kl_value(name, d, d, 0 * d)
         assert bool((reward.diff() >= 0).all()) == (name in ("k1", "k4")), name
         assert (reward[d > 0] > 0).all(), name  # the reward loses this, so a token with pi > ref gets less
-    assert (kl.kl_reward(d, 0 * d, mask, estimator="k1")[d < 0] < 0).all()
+    assert (grpo.kl_value("k1", d, d, 0 * d)[d < 0] < 0).all()
 
 
 # Sequences: 3 tokens of a vocabulary of 3, all 27 of them, each policy a table over prefixes
@@ -167,7 +170,7 @@ def test_sequence_kl():
     fresh = logp.detach()
     p = fresh.sum(1).exp()
     exact = grad(kl_of(logp.sum(1), ref.sum(1)), theta)
-    d = kl.kl_reward(fresh, ref, mask, estimator="k1")
+    d = fresh - ref
 
     def samples(coefficient: Tensor) -> Tensor:
         return torch.stack([grad(x, theta).flatten() for x in ((logp - fresh).exp() * coefficient).sum(1)])
@@ -184,8 +187,8 @@ def test_sequence_kl():
         return torch.zeros(13, dtype=torch.float64).index_add(0, rows.flatten(), p.repeat_interleave(3))
 
     semi = grad(prefix_law(p) @ next_kl, theta)
-    for name, gradient in (("k2", "naive"), ("k4", "naive"), ("k3", "unbiased")):
-        loss = kl_loss(logp, fresh, ref, mask, estimator=name, gradient=gradient)
+    for name in ("k2", "k4", "k3+"):
+        loss = kl_loss(logp, fresh, ref, mask, estimator=name)
         assert close(grad((p @ loss).sum(), theta), semi), name
     assert relative_error(semi, exact) > 0.05
     squared = kl_loss(logp.sum(1), fresh.sum(1), ref.sum(1), mask[:, 0], estimator="k2")
@@ -195,127 +198,76 @@ def test_sequence_kl():
     q = old.sum(1).exp()
     semi_stale = grad(prefix_law(q) @ next_kl, theta)
     for name in SAMPLED:
-        loss = kl_loss(logp, old, ref, mask, estimator=name, gradient="unbiased")
+        loss = kl_loss(logp, old, ref, mask, estimator=f"{name}+")
         assert close(grad((q @ loss).sum(), theta), semi_stale), name
-    sequence = kl_loss(logp.sum(1), old.sum(1), ref.sum(1), mask[:, 0], estimator="k2", gradient="unbiased")
+    sequence = kl_loss(logp.sum(1), old.sum(1), ref.sum(1), mask[:, 0], estimator="k2+")
     assert close(grad(q @ sequence, theta), exact)  # ratio of whole sequences
 
 
 # Masks and numerics
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", kl.ESTIMATORS)
-def test_masked_places_reach_neither_the_reward_nor_what_is_logged(name, bad):
-    mask = torch.tensor([True, False, True, False])
-    clean = torch.tensor([-1.0, -2, -3, -4])
-    for hit in range(4):  # which of the four inputs holds the bad number
-        inputs = [clean + shift for shift in (0.0, 0.1, 0.3)] + [clean.abs()]
-        inputs[hit] = inputs[hit].masked_fill(~mask, bad)
-        logp, full = inputs[0].requires_grad_(), inputs[3].requires_grad_()
-        reward = kl.kl_reward(logp, inputs[2], mask, estimator=name, full_kl=full)
-        assert reward.isfinite().all() and (reward[~mask] == 0).all() and (reward[mask] != 0).all()
-        values = kl.kl_values(logp, *inputs[1:3], mask)
-        assert all(x.isfinite().all() and (x[~mask] == 0).all() for x in values.values())
-
-
-@pytest.mark.parametrize("gradient", ["naive", "unbiased"])
+@pytest.mark.parametrize("plus", ["", "+"])
 @pytest.mark.parametrize("name", SAMPLED)
 @pytest.mark.parametrize("log_ratio", [0.0, 30.0, 200.0])
-def test_far_from_the_reference_in_float32(name, gradient, log_ratio):
+def test_far_from_the_reference_in_float32(name, plus, log_ratio):
     d = torch.tensor([-200.0, -90, -45, -40, -21, -19, -3, 0, 3, 11.5, 40, 200])
     logp = torch.full_like(d, -1.0).requires_grad_()
     mask = torch.ones_like(d, dtype=torch.bool)
-    loss = kl_loss(logp, logp.detach() - log_ratio, logp.detach() - d, mask, estimator=name, gradient=gradient)
+    loss = kl_loss(logp, logp.detach() - log_ratio, logp.detach() - d, mask, estimator=name + plus)
     slope = grad(loss.sum(), logp)
     assert loss.isfinite().all() and slope.isfinite().all() and (slope.square().sum()).isfinite()
-    sign = {"k1": torch.ones_like(d), "k4": (d + 1).sign()}.get(name, d.sign()) if gradient == "naive" else d.sign()
+    sign = {"k1": torch.ones_like(d), "k4": (d + 1).sign()}.get(name, d.sign()) if not plus else d.sign()
     assert torch.equal(slope.sign(), sign)
-    if gradient == "unbiased":
+    if plus:
         assert (slope.abs() <= 100).all()
-
-
-def test_bfloat16_is_upcast_before_the_subtraction():
-    leaf, old, ref = (torch.tensor(x).bfloat16() for x in ([-11.4375, -0.1], [-11.3, -0.11], [-11.375, -0.0004]))
-    mask = torch.ones(2, dtype=torch.bool)
-    for name in SAMPLED:
-        low = kl.kl_values(leaf, old, ref, mask)[name]
-        assert low.dtype == torch.float32
-        assert torch.equal(low, kl.kl_values(leaf.float(), old.float(), ref.float(), mask)[name])
-        assert torch.equal(kl.kl_reward(leaf, ref, mask, estimator="k1"), leaf.float() - ref.float())
-    assert not torch.equal((leaf - ref).float(), leaf.float() - ref.float())  # else this test could not fail
 
 
 # Names, errors, and what the settings say
 
 
-@pytest.mark.parametrize("shape", [(), (6,), (2, 3, 4)], ids=str)
-def test_names_of_others_mean_the_same_in_the_reward_in_every_shape(shape):
-    """In the loss they do, too: tests/unit/test_loss.py."""
-    logp, mask = torch.full(shape, -1.0), torch.ones(shape, dtype=torch.bool)
-    assert fp64_update.ALIASES.keys() == kl.ALIASES.keys()
-    for name, ours in fp64_update.ALIASES.items():
-        found = kl.kl_reward(logp, logp - 0.3, mask, estimator=name)
-        expected = fp64_update.kl_value(ours, logp, logp, logp - 0.3)[0]
-        assert found.shape == shape and close(found, expected, 1e-6)
+def message(script=grpo, **flags) -> tuple[str, list[str]]:
+    """What a run with these flags says of its KL; beta 0.1 unless they say another."""
+    return kl.kl_setting_message(script, script.Args(**({"beta": 0.1} | flags)))
 
 
-def test_what_is_logged_and_the_reward_have_no_gradient():
-    logp, old, ref = (f64([-1.0, -2]).add(x).requires_grad_() for x in (0, 0.1, 0.2))
-    for name in SAMPLED:
-        assert not kl.kl_reward(logp, ref, torch.ones(2, dtype=torch.bool), estimator=name).requires_grad
-        assert not any(x.requires_grad for x in kl.kl_values(logp, old, ref, torch.ones(2, dtype=torch.bool)).values())
+def flags_of(place: str, name: str) -> dict:
+    return {"kl_placement": place, "kl_estimator" if place == "loss" else "kl_reward_estimator": name}
 
 
-def test_errors_say_what_is_wrong():
-    x, mask = torch.zeros(3), torch.ones(3, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"k5.*k1, k2, k3, k4, abs, full"):
-        kl.kl_reward(x, x, mask, estimator="k5")
-    with pytest.raises(ValueError, match="full_kl"):
-        kl.kl_reward(x, x, mask, estimator="full")
-    for name in SAMPLED:
-        with pytest.raises(ValueError, match="reference"):
-            kl.kl_reward(x, None, mask, estimator=name)
-    with pytest.raises(ValueError, match="shapes"):
-        kl.kl_reward(x, x[:1], mask, estimator="k1")  # would broadcast
-    with pytest.raises(ValueError, match="bool"):
-        kl.kl_reward(x, x, mask.float(), estimator="k1")
-
-
-# condition of the table -> (optimizer steps per batch, arguments, the word for its samples)
+CAP = "truncated_importance_sampling_ratio_cap"
+# condition of the table -> (flags, the word for its samples)
 SAID = {
-    "fresh": (1, {}, "fresh"),
-    "stale": (2, {}, "stale"),
-    "weighted": (1, {"stale": True, "cap": 2.0}, "fresh"),
-    "unweighted": (1, {"stale": True}, "asynchronous"),
+    "fresh": ({}, "fresh"),
+    "stale": ({"num_mini_batches": 2}, "stale"),
+    "weighted": ({"async_steps": 1, CAP: 2.0}, "fresh"),
+    "unweighted": ({"async_steps": 1}, "asynchronous"),
 }
 
 
 @pytest.mark.parametrize("condition", kl.CONDITIONS)
-@pytest.mark.parametrize("setting", kl.SETTINGS, ids="-".join)
+@pytest.mark.parametrize("setting", kl.settings(grpo), ids="-".join)
 def test_table_agrees_with_what_the_settings_say(setting, condition):
-    place, name, gradient = setting
-    label = kl.table_row(grpo, *setting, condition)[2]
-    steps, more, samples = SAID[condition]
-    line, warnings = kl.kl_setting_message(
-        place, name, gradient.replace("-", "naive"), 0.05, steps, "after_norm", **more
-    )
+    place, name = setting
+    row = kl.table_row(grpo, *setting, condition)
+    more, samples = SAID[condition]
+    line, warnings = message(beta=0.05, **flags_of(*setting), **more)
     assert "\n" not in line + "".join(warnings) and "0.05" in line and f"{name} in the {place}" in line
-    assert label in line
+    assert row.meaning() in line
     assert ("on asynchronous ones as well where old / sampler <= 2" in line) == (
-        condition == "weighted" and setting[:2] != ("loss", "full")
+        condition == "weighted" and setting != ("loss", "full")
     )
-    said = [w for w in warnings if label in w and samples in w]
-    assert len(said) == (label != kl.REVERSE)
-    remedy = "--truncated_importance_sampling_ratio_cap"
-    assert [remedy in w for w in said] == [condition == "unweighted"] * len(said)
+    said = [w for w in warnings if row.meaning() in w and samples in w]
+    assert len(said) == (row.label != kl.REVERSE)
+    assert [CAP in w for w in said] == [condition == "unweighted"] * len(said)
+    assert [f"{name}+" in w for w in said] == [condition != "unweighted" and place == "loss"] * len(said)
     if condition != "stale" and name != "k4":
         assert len(warnings) == len(said)
 
 
 def test_weighted_rows_of_the_table_are_the_fresh_ones():
     """The label, the bias of the value and the direction; only the noise is another."""
-    for setting in kl.SETTINGS:
+    for setting in kl.settings(grpo):
         fresh, weighted = (kl.table_row(grpo, *setting, condition) for condition in ("fresh", "weighted"))
         assert weighted.label == fresh.label
         assert weighted.value_bias == pytest.approx(fresh.value_bias, abs=1e-12)
@@ -323,30 +275,25 @@ def test_weighted_rows_of_the_table_are_the_fresh_ones():
 
 
 def test_the_message_explains_both_places():
-    def message(placement="both", estimator="k3", beta=0.1, **more):
-        return kl.kl_setting_message(placement, estimator, "unbiased", beta, 1, "after_norm", **more)
-
-    line, warnings = message(reward_coef=0.02, reward_estimator="kl", adaptive=True)
-    assert "0.1 x k3 in the loss, unbiased" in line and "0.02 (adaptive) x k1 in the reward" in line and not warnings
-    assert message(reward_estimator="k4")[1] == [
+    both = {"kl_placement": "both", "kl_estimator": "k3+"}
+    adaptive = {"kl_target": (0.1,)}
+    line, warnings = message(**both, kl_reward_coef=0.02, kl_reward_estimator="kl", **adaptive)
+    assert "0.1 x k3+ in the loss" in line and "0.02 (adaptive) x k1 in the reward" in line and not warnings
+    assert message(**both, kl_reward_estimator="k4")[1] == [
         "KL: k4 in the reward equals k1, because the ratio is 1 where the reward is computed"
     ]
-    assert "0.1 (adaptive) x k3 in the loss" in message("loss", adaptive=True)[0]
-    assert "0.1 x k3 in the loss" in message()[0] and "0.1 x k3 in the reward" in message()[0], "one beta for both"
-    assert "loss" not in message(beta=0.0, reward_coef=0.2)[0] and "reward" not in message(reward_coef=0.0)[0]
-    assert message("loss", beta=0.0, measured=True)[0] == "KL: none, only measured"
-    assert message("loss", beta=0.0)[0] == "KL: none, no reference model"
-    with pytest.raises(ValueError, match="reward_coef=-1"):
-        message(reward_coef=-1.0)
+    assert "0.1 (adaptive) x k3+ in the loss" in message(**adaptive)[0]
+    assert "loss" not in message(**both, beta=0.0, kl_reward_coef=0.2)[0]
+    assert "reward" not in message(**both, kl_reward_coef=0.0)[0]
+    assert message(beta=0.0, load_ref_policy=True)[0] == "KL: none, only measured"
+    assert message(beta=0.0)[0] == "KL: none, no reference model"
 
 
 def test_k3_of_a_reference_far_above_is_bounded_before_the_exponential():
     """Its bound is the value at d = -20; behind the exponential it would be that of whatever number stood there."""
-    logp, mask = f64([-20.0, -21.0, -700.0]), torch.ones(3, dtype=torch.bool)
-    found = kl.kl_values(logp, logp, torch.zeros_like(logp), mask)["k3"]
+    logp = f64([-20.0, -21.0, -700.0])
+    found = grpo.kl_value("k3", logp, logp, torch.zeros_like(logp))
     assert found.tolist() == pytest.approx([math.expm1(20) - 20] * 3, rel=1e-12)
-    reward = kl.kl_reward(logp, torch.zeros_like(logp), mask, estimator="k3")
-    assert torch.equal(reward, found)
 
 
 def test_the_kl_of_a_rollout_by_hand():
@@ -357,55 +304,50 @@ def test_the_kl_of_a_rollout_by_hand():
 
 
 def test_the_message_names_the_bounds_of_the_weight():
-    def line(**more):
-        return kl.kl_setting_message("loss", "k3", "unbiased", 0.1, 4, "after_norm", **more)[0]
-
-    assert line() == line(cap=2.0) == line(mask=(0.5, 5.0)), "fresh samples: nothing to say"
-    assert "old / sampler <= 3" in line(stale=True, cap=3.0)
-    assert "0.5 <= old / sampler <= 5" in line(stale=True, mask=(0.5, 5.0))
-    assert "0.5 <= old / sampler <= 2" in line(stale=True, mask=(0.5, 5.0), cap=2.0)
+    mask = {"importance_sampling_mask": (0.5, 5.0)}
+    late = {"async_steps": 1}
+    assert message() == message(**{CAP: 2.0}) == message(**mask), "fresh samples: nothing to say"
+    assert "old / sampler <= 3" in message(**late, **{CAP: 3.0})[0]
+    assert "0.5 <= old / sampler <= 5" in message(**late, **mask)[0]
+    assert "0.5 <= old / sampler <= 2" in message(**late, **mask, **{CAP: 2.0})[0]
     for off in (None, 0.0):
-        assert "not a KL gradient on asynchronous samples" in line(stale=True, cap=off)
-
-
-def test_the_table_has_every_setting():
-    """In the loss each estimator by both gradients, full by its own alone; in the reward a gradient has no meaning."""
-    names = {"k1", "k2", "k3", "k4", "abs", "full"}
-    expected = {("loss", name, gradient) for name in names - {"full"} for gradient in ("naive", "unbiased")}
-    expected |= {("loss", "full", "naive")} | {("reward", name, "-") for name in names}
-    assert set(kl.SETTINGS) == expected and len(kl.SETTINGS) == len(expected)
+        assert "not a KL gradient" in message(**late, **{CAP: off})[0]
 
 
 def test_the_table_is_that_of_both_scripts():
     """The row of every setting comes from the loss that trains, and theirs is one and the same."""
     for condition in kl.CONDITIONS:
-        for setting in kl.SETTINGS:
+        for setting in kl.settings(grpo):
             assert kl.table_row(grpo, *setting, condition) == kl.table_row(ppo, *setting, condition)
 
 
 def test_the_program_prints_the_table_of_the_script_it_is_given(monkeypatch, tmp_path, capsys):
-    """grpo.py without an argument. A copy whose k2 is wrong by a factor of 2 differs in the rows of k2 in the loss."""
+    """grpo.py without an argument. A copy whose k2 is wrong by a factor of 2 differs in the rows of k2."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     kl.print_table(grpo)
     expected = capsys.readouterr().out
     kl.main([])
     assert capsys.readouterr().out == expected
     text = Path(grpo.__file__).read_text()
-    right = "kl_T = d_T.square() / 2"
+    right = "return d_T.square() / 2"
     assert text.count(right) == 1
-    (tmp_path / "mine.py").write_text(text.replace(right, "kl_T = d_T.square()"))
+    (tmp_path / "mine.py").write_text(text.replace(right, "return d_T.square()"))
     kl.main([str(tmp_path / "mine.py")])
     rows = list(zip(expected.splitlines(), capsys.readouterr().out.splitlines(), strict=True))
     changed = [(before, after) for before, after in rows if before != after]
-    assert len(changed) == 2 * len(kl.CONDITIONS)
-    assert all(before.split()[:2] == after.split()[:2] == ["loss", "k2"] for before, after in changed)
-    fresh = changed[0]
-    assert fresh[0].split()[2] == "naive" and kl.REVERSE in fresh[0] and kl.NONE in fresh[1]
+    assert len(changed) == 3 * len(kl.CONDITIONS)  # k2 and the value of k2+ in the loss, and k2 in the reward
+    assert all(before.split()[:2] == after.split()[:2] for before, after in changed)
+    assert {before.split()[1] for before, _ in changed} == {"k2", "k2+"}
+    assert kl.REVERSE in changed[0][0] and kl.NONE in changed[0][1]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [(None, "no such file"), ("Args = Tokens = object\n", "does not define token_loss"), ("x = 1\n", "Args, Tokens")],
+    [
+        (None, "no such file"),
+        ("Args = Tokens = KLEstimator = kl_value = object\n", "does not define token_loss"),
+        ("x = 1\n", "Args, KLE"),
+    ],
 )
 def test_a_file_without_a_loss_is_rejected(monkeypatch, tmp_path, capsys, text, words):
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -421,10 +363,10 @@ def test_a_file_without_a_loss_is_rejected(monkeypatch, tmp_path, capsys, text, 
 def test_table_prints_the_golden_numbers(capsys):
     kl.print_table(grpo)
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith(("loss", "reward")) for line in lines) == len(kl.CONDITIONS) * len(kl.SETTINGS)
+    assert sum(line.startswith(("loss", "reward")) for line in lines) == len(kl.CONDITIONS) * len(kl.settings(grpo))
     assert all(len(line) <= 120 for line in lines)
     assert [line for before, line in itertools.pairwise(lines) if not before] == list(kl.CONDITIONS.values())
-    bias, sd, label, cos, sd_grad = kl.table_row(grpo, "loss", "k2", "naive", "fresh")
+    bias, sd, label, cos, sd_grad = kl.table_row(grpo, "loss", "k2", "fresh")
     assert bias == pytest.approx(GOLDEN["k2"] - GOLDEN["rkl"], abs=1e-12)
     assert label == kl.REVERSE and cos == pytest.approx(1, abs=1e-12)
     case = Case(fresh=True)
@@ -432,37 +374,62 @@ def test_table_prints_the_golden_numbers(capsys):
     grads = case.d.detach()[:, None] * (torch.eye(5, dtype=torch.float64) - p)  # d (e_x - pi)
     assert sd == pytest.approx(((p @ k2**2) - (p @ k2) ** 2).sqrt().item(), abs=1e-12)
     assert sd_grad == pytest.approx((p @ grads.square().sum(1) - (p @ grads).square().sum()).sqrt().item(), abs=1e-12)
-    assert kl.table_row(grpo, "loss", "abs", "naive", "fresh")[0] == pytest.approx(
+    assert kl.table_row(grpo, "loss", "abs", "fresh")[0] == pytest.approx(
         (p @ case.d.detach().abs()).item() - GOLDEN["rkl"], abs=1e-12
     )
 
 
 def test_setting_message():
-    def message(placement="loss", estimator="k3", gradient="unbiased", beta=0.1, steps=1, norm="after_norm"):
-        return kl.kl_setting_message(placement, estimator, gradient, beta, steps, norm)
-
-    assert message(steps=8)[1] == [] and message(estimator="full", gradient="naive", steps=8)[1] == []
-    assert "fresh and stale" in message(steps=8)[0]
-    assert message(placement="reward", estimator="kl")[1] == []
-    assert "none" in message(placement="none", beta=0.0)[0] and message(placement="none", beta=0.0)[1] == []
-    assert "none" in message(beta=0.0)[0]
-    assert "no effect" in message(placement="none")[1][0]
-    push = message(estimator="k1", gradient="naive", steps=4)
-    assert len(push[1]) == 2 and "zero" in push[1][0] and "larger beta gives a larger KL" in push[1][1]
-    assert len(message(placement="reward", gradient="unbiased")[1]) == 1  # unbiased helps in the loss only
-    both = message(placement="both", estimator="k1")
-    assert "k1 in the loss" in both[0] and "k1 in the reward" in both[0] and both[1] == []
-    assert any("ratio is 1" in w for w in message(placement="reward", estimator="k4")[1])
+    stale = {"num_mini_batches": 8}
+    assert message(**stale)[1] == [] and message(kl_estimator="full", **stale)[1] == []
+    assert "fresh and stale" in message(**stale)[0]
+    reward = {"kl_placement": "reward"}
+    assert message(**reward, kl_reward_estimator="kl")[1] == []
+    assert "no effect" in message(kl_placement="none")[1][0] and message(kl_placement="none", beta=0.0)[1] == []
+    push = message(kl_estimator="k1", num_mini_batches=4)[1]
+    assert len(push) == 2 and "zero" in push[0] and "larger beta gives a larger KL" in push[1]
+    assert any("ratio is 1" in w for w in message(**reward, kl_reward_estimator="k4")[1])
     for estimator in ("k1", "k3"):
-        inside = message(placement="reward", estimator=estimator, norm="before_norm")[1]
-        outside = message(placement="reward", estimator=estimator)[1]
+        given = reward | {"kl_reward_estimator": estimator}
+        inside, outside = message(**given, kl_reward_norm="before_norm")[1], message(**given)[1]
         assert len(inside) == len(outside) + 1 and "std" in inside[-1]
-    assert message(norm="before_norm")[1] == []  # nothing in the reward
-    for wrong in ({"placement": "lose"}, {"gradient": "exact"}, {"norm": "group"}, {"beta": -0.1}, {"beta": math.nan}):
-        with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
-            message(**wrong)
-    with pytest.raises(ValueError, match="k5"):
-        message(estimator="k5")
+    assert message(kl_reward_norm="before_norm")[1] == []  # nothing in the reward
+
+
+HUBER = """        case "huber":
+            return torch.where(d_T.abs() < 1, d_T.square() / 2, d_T.abs() - 0.5)
+"""
+
+
+def test_an_estimator_of_ones_own_is_a_name_and_a_case(tmp_path, capsys, monkeypatch):
+    """As docs/kl.md says: the message and the table have it, in the loss and in the reward, and a + repairs it."""
+    assert HUBER in (Path(grpo.__file__).parent / "docs" / "kl.md").read_text()
+    text = Path(grpo.__file__).read_text().replace('"full", "kl", ', '"full", "huber", "kl", ')
+    text = text.replace('        case "abs":', HUBER + '        case "abs":')
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = importlib.import_module("mine")
+    line, warnings = message(mine, kl_estimator="huber", num_mini_batches=2)
+    assert "huber in the loss: expected gradient not a KL gradient (cosine +0.99" in line and len(warnings) == 2
+    assert message(mine, kl_estimator="huber+")[1] == []
+    assert "huber in the reward" in message(mine, kl_placement="reward", kl_reward_estimator="huber")[0]
+    kl.print_table(mine)
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "huber" in line]
+    assert rows == [["loss", "huber"], ["loss", "huber+"], ["reward", "huber"]] * len(kl.CONDITIONS)
+
+
+def test_on_the_same_samples_the_estimators_have_five_gradients_and_with_a_plus_one():
+    generator = torch.Generator().manual_seed(0)
+    logp, old, ref = torch.randn(3, 50, generator=generator, dtype=torch.float64)
+    logp.requires_grad_()
+    mask = torch.ones(50, dtype=torch.bool)
+
+    def gradient(name: str) -> Tensor:
+        return grad(kl_loss(logp, old, ref, mask, estimator=name).sum(), logp)
+
+    plain = [gradient(name) for name in SAMPLED]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(plain, 2))
+    assert all(torch.equal(gradient(f"{name}+"), gradient("k3+")) for name in SAMPLED)
 
 
 # Adaptive beta

@@ -8,6 +8,7 @@ import itertools
 import random
 import time
 from types import SimpleNamespace
+from typing import get_args
 
 import fp64_update
 import pytest
@@ -19,7 +20,7 @@ import kl_estimators
 import ppo
 import utils
 from grpo import Args, group_advantages, loss_weights, return_to_go
-from kl_estimators import ALIASES, ESTIMATORS, canonical_name, full_vocabulary_kl, kl_reward, kl_values
+from kl_estimators import canonical_name, full_vocabulary_kl
 from rewards import Reward, shape_reward
 from runtime.data.samples import Sample, pass_at_k
 from runtime.training import batching
@@ -138,7 +139,7 @@ class Steps:
         run = SimpleNamespace(device=torch.device("cpu"), dtype=torch.bfloat16)
         self.args = Args(max_logprob_diff=0.0)
         engine_N = torch.zeros(6, dtype=torch.long)
-        self.stats = utils.UpdateStats(self.args, run, 1, True, torch.tensor(fresh).bool(), engine_N)
+        self.stats = utils.UpdateStats(self.args, run, 1, True, torch.tensor(fresh).bool(), engine_N, grpo.kl_value)
         generator = torch.Generator().manual_seed(0)
         names = [field.name for field in dataclasses.fields(grpo.Tokens)]
         self.tokens = grpo.Tokens(**{name: torch.rand(6, generator=generator) for name in names})
@@ -273,11 +274,11 @@ FLAGS = {
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("script", [grpo, ppo], ids=["grpo", "ppo"])
-@pytest.mark.parametrize("name", [None, *ESTIMATORS, *ALIASES])
+@pytest.mark.parametrize("name", [None, *get_args(grpo.KLInLoss)])
 def test_value_and_gradient_of_the_token_loss_are_the_oracle_s(script, name, batch):
-    """Every estimator, by both gradients, under every name and without a KL, with every clip and weight."""
-    for more, gradient in itertools.product(FLAGS.values(), ("naive", "unbiased")):
-        args = script.Args(kl_estimator=name or "k3", kl_gradient=gradient, **more)
+    """Every estimator, with and without a +, under every name and without a KL, with every clip and weight."""
+    for more in FLAGS.values():
+        args = script.Args(kl_estimator=name or "k3", **more)
         x = BATCHES[batch]()
         beta = 0.3 if name else 0.0
         loss, pieces = token_loss(script, beta, args, **x)
@@ -289,7 +290,7 @@ def test_value_and_gradient_of_the_token_loss_are_the_oracle_s(script, name, bat
         assert name is not None or not pieces["kl"].any()
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, *ALIASES])
+@pytest.mark.parametrize("name", get_args(grpo.KLInLoss))
 def test_the_kl_is_logged_as_its_estimator(name):
     """Not weighted by its coefficient; of the full KL the values that are given."""
     x = inputs()
@@ -297,8 +298,8 @@ def test_the_kl_is_logged_as_its_estimator(name):
     if canonical_name(name) == "full":
         assert torch.equal(kl, x["full_kl_T"])
         return
-    logged = kl_values(x["logprobs_T"], x["old_T"], x["ref_T"], torch.ones_like(kl, dtype=torch.bool))
-    torch.testing.assert_close(kl, logged[canonical_name(name)], rtol=1e-10, atol=1e-12)
+    logged = grpo.kl_value(canonical_name(name).removesuffix("+"), x["logprobs_T"], x["old_T"], x["ref_T"])
+    torch.testing.assert_close(kl, logged, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])
@@ -353,20 +354,19 @@ def five_tokens(theta, old, sampler, ref) -> dict[str, torch.Tensor]:
     return x
 
 
-def expected_gradient(module, setting: tuple[str, str, str], policies: tuple, **flags) -> torch.Tensor:
+def expected_gradient(module, setting: tuple[str, str], policies: tuple, **flags) -> torch.Tensor:
     """Expected gradient [5] of the script's own token loss, by enumeration: KL alone, in the loss or in the reward.
 
     ``policies``: logits of pi, old, sampler and ref. Tokens come as often as the sampler says.
     """
-    place, estimator, gradient = setting
+    place, estimator = setting
     x = five_tokens(*policies)
-    everywhere = torch.ones(5, dtype=torch.bool)
     advantages = torch.zeros(5, dtype=F64)
     if place == "reward":  # recomputed with old, never with the sampler's
         old_full_kl = full_vocabulary_kl(x["old"], x["ref"]).expand(5)
-        advantages = -kl_reward(x["old"], x["ref"], everywhere, estimator=estimator, full_kl=old_full_kl)
-    gradient = gradient.replace("-", "naive")
-    flags |= {"kl_estimator": estimator, "kl_gradient": gradient, "kl_placement": place}
+        full = estimator == "full"
+        advantages = -(old_full_kl if full else module.kl_value(estimator, x["old"], x["old"], x["ref"]))
+    flags |= {"kl_estimator": estimator, "kl_placement": place}
     args = module.Args(**flags, clip_lower=0.99, clip_higher=99.0)
     given = {f"{name}_T": x[name] for name in ("logprobs", "old", "ref", "sampler", "full_kl")}
     loss, _ = token_loss(module, float(place == "loss"), args, advantages_T=advantages, **given)
@@ -394,6 +394,29 @@ def named_gradients(theta, old, sampler, ref) -> dict[str, torch.Tensor]:
     return {name: torch.autograd.grad(y, x["leaf"], retain_graph=True)[0] for name, y in objectives.items()}
 
 
+# (place, estimator) -> expected gradient on fresh, on stale and on asynchronous samples without a weight
+EXPECTED = {
+    ("loss", "k1"): (kl_estimators.ZERO, kl_estimators.AWAY, kl_estimators.AWAY_FROM_SAMPLER),
+    ("loss", "k2"): (kl_estimators.REVERSE, kl_estimators.NONE, kl_estimators.NONE),
+    ("loss", "k3"): (kl_estimators.FORWARD, kl_estimators.NONE, kl_estimators.NONE),
+    ("loss", "k4"): (kl_estimators.REVERSE, kl_estimators.REVERSE, kl_estimators.NONE),
+    ("loss", "abs"): (kl_estimators.TV, kl_estimators.NONE, kl_estimators.NONE),
+    ("loss", "full"): (kl_estimators.REVERSE,) * 3,
+    ("reward", "k1"): (kl_estimators.REVERSE, kl_estimators.LATE, kl_estimators.NONE),
+    ("reward", "k2"): (kl_estimators.NONE,) * 3,
+    ("reward", "k3"): (kl_estimators.GAP, kl_estimators.NONE, kl_estimators.NONE),
+    ("reward", "k4"): (kl_estimators.REVERSE, kl_estimators.LATE, kl_estimators.NONE),
+    ("reward", "abs"): (kl_estimators.NONE,) * 3,
+    ("reward", "full"): (kl_estimators.ZERO, kl_estimators.ZERO, kl_estimators.NONE),
+}
+PLUS = (kl_estimators.REVERSE, kl_estimators.REVERSE, kl_estimators.NONE)
+EXPECTED |= {("loss", name): PLUS for name in ("k1+", "k2+", "k3+", "k4+", "abs+")}
+
+
+def test_every_setting_of_the_table_has_an_expected_gradient():
+    assert EXPECTED.keys() == set(kl_estimators.settings(grpo)) == set(kl_estimators.settings(ppo))
+
+
 def four_policies() -> list[tuple]:
     """Logits of pi, old, sampler, ref: those of the printed table, then random ones."""
     generator = torch.Generator().manual_seed(0)
@@ -402,7 +425,7 @@ def four_policies() -> list[tuple]:
 
 
 @pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
-@pytest.mark.parametrize("setting", kl_estimators.SETTINGS, ids="-".join)
+@pytest.mark.parametrize("setting", EXPECTED, ids="-".join)
 def test_with_the_weight_asynchronous_samples_have_the_kl_gradient_of_samples_of_old(module, setting):
     """Exact in both scripts: in the first optimizer step the gradient on fresh samples, later the one on stale ones."""
     weighted = {"truncated_importance_sampling_ratio_cap": 100.0}
@@ -411,7 +434,7 @@ def test_with_the_weight_asynchronous_samples_have_the_kl_gradient_of_samples_of
             found = expected_gradient(module, setting, (pi, proximal, sampler, ref), **weighted)
             of_old = expected_gradient(module, setting, (pi, proximal, proximal, ref))
             torch.testing.assert_close(found, of_old, rtol=0, atol=1e-12)
-            label = kl_estimators.expected_gradients(*setting)[step == "stale"]
+            label = EXPECTED[setting][step == "stale"]
             named = named_gradients(pi, proximal, sampler, ref)
             if label != kl_estimators.NONE:
                 torch.testing.assert_close(found, named[label], rtol=0, atol=1e-10)
@@ -420,10 +443,10 @@ def test_with_the_weight_asynchronous_samples_have_the_kl_gradient_of_samples_of
 
 
 @pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
-@pytest.mark.parametrize("setting", kl_estimators.SETTINGS, ids="-".join)
+@pytest.mark.parametrize("setting", EXPECTED, ids="-".join)
 def test_without_the_weight_asynchronous_samples_have_no_kl_gradient(module, setting):
     """Only the full KL in the loss does not need it; k1 as written pushes away from the sampler."""
-    label = kl_estimators.unweighted_gradient(*setting)
+    label = EXPECTED[setting][2]
     for pi, old, sampler, ref in four_policies():
         for proximal in (pi, old):
             found = expected_gradient(module, setting, (pi, proximal, sampler, ref))

@@ -33,7 +33,6 @@ from variant import variant as variant_text
 import grpo
 import ppo
 import utils
-from kl_estimators import kl_reward
 from rewards import Reward, shape_reward
 from runtime.arguments import checks, flags, presets
 from runtime.data.samples import Sample
@@ -293,9 +292,7 @@ def ours(case: Case, args) -> dict[str, torch.Tensor]:
     kl_N = torch.zeros_like(old)
     loss_coef, reward_coef = args.kl_coefficients
     if reward_coef > 0:
-        kl_N = reward_coef * kl_reward(
-            old, ref, torch.ones_like(old, dtype=torch.bool), estimator=args.kl_reward_estimator or "k1"
-        )
+        kl_N = reward_coef * grpo.kl_value(args.kl_reward_estimator or "k1", old, old, ref)
     in_loss = list(range(16))
     if args.filter_zero_std_samples:
         in_loss = [i for i in in_loss if rewards_PG[i // 4].amax() > rewards_PG[i // 4].amin()]
@@ -403,7 +400,7 @@ WRONG_OF = {
     "tinyzero": WRONG | {"beta": 0.02, "kl_reward_estimator": "k2", "gae_lambda": 0.9, "value_clip": 0.2},
     "open-instruct": WRONG
     | {"advantage_normalization_type": "standard", "filter_zero_std_samples": False, "reward_scaling": 1.0}
-    | {"beta": 0.02, "kl_estimator": "k2", "kl_placement": "reward", "kl_gradient": "unbiased"},
+    | {"beta": 0.02, "kl_estimator": "k2+", "kl_placement": "reward"},
 }
 
 
