@@ -379,7 +379,8 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
 
 
 def other_step(state: str) -> str:
-    return state.replace('"step": ', '"step": 1')
+    """The text with another number of as many digits."""
+    return re.sub(r'"step": (\d)', lambda found: f'"step": {9 - int(found[1])}', state)
 
 
 # Kind -> (what is done to the newest checkpoint, what a resume says of it, whether the one before is taken).
