@@ -41,7 +41,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -584,21 +583,6 @@ class Server:
 def read_lines(path: Path) -> list[dict]:
     """The objects of a .jsonl file; none where there is no such file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def load_mutated(name: str, file: str, text: str = "", other: str = "") -> ModuleType:
-    """A module from the source of a file in which one text is replaced, for tests that check a formula in process."""
-    source = (ROOT / file).read_text()
-    if text not in source:
-        raise RuntimeError(f"{file} no longer has {text!r}")
-    module = ModuleType(name)
-    module.__file__ = str(ROOT / file)
-    sys.modules[name] = module  # dataclasses look up the module of their fields
-    try:
-        exec(compile(source.replace(text, other), file, "exec"), module.__dict__)
-    finally:
-        del sys.modules[name]
-    return module
 
 
 def known(sources: dict[str, bytes]) -> list[Mutation]:

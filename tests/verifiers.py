@@ -72,15 +72,6 @@ def dies(response, truth, row):
     os._exit(3)
 
 
-def not_a_reward_of_a_response(response, truth, row):
-    """A number for the truth, with which a run starts, and text for everything else."""
-    return 1.0 if response == truth else "1.0"
-
-
-def not_a_reward(response, truth, row):
-    return "1.0"
-
-
 def minus_one(response, truth, row):
     """A wrong answer on a scale of plus and minus 1."""
     return -1.0
