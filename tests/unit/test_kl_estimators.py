@@ -17,6 +17,8 @@ from torch import Tensor
 import grpo
 import kl_estimators as kl
 import ppo
+import utils
+from runtime.arguments import flags
 
 torch.set_num_threads(1)
 
@@ -394,6 +396,17 @@ def test_setting_message():
         inside, outside = message(**given, kl_reward_norm="before_norm")[1], message(**given)[1]
         assert len(inside) == len(outside) + 1 and "std" in inside[-1]
     assert message(kl_reward_norm="before_norm")[1] == []  # nothing in the reward
+
+
+def test_a_flag_that_changes_nothing_is_named():
+    """An estimator without a KL, and a clip with one optimizer step per batch; not where they have an effect."""
+    words = ["--kl_estimator", "k1", "--clip_lower", "0.1"]
+    named = [
+        line.split()[1] for line in utils.kl_lines(flags.parse(grpo.Args, words=words)) if "changes nothing" in line
+    ]
+    assert named == ["--kl_estimator", "--clip_lower"]
+    used = [*words, "--beta", "0.1", "--num_mini_batches", "2"]
+    assert not any("changes nothing" in line for line in utils.kl_lines(flags.parse(grpo.Args, words=used)))
 
 
 HUBER = """        case "huber":

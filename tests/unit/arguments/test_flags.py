@@ -351,6 +351,14 @@ def test_refused(case, place, nothing_is_loaded, capsys, monkeypatch):
         assert word in message
 
 
+def test_a_number_of_steps_and_one_of_epochs_are_refused(place, capsys):
+    """Where both are on the command line: a default of steps is no choice."""
+    words = ["--total_epochs", "2", "--model_name_or_path", str(place / "model")]
+    assert "--total_epochs and --total_steps both set" in refusal(
+        flags.parse(Args, words=[*words, "--total_steps", "5"]), capsys
+    )
+
+
 def test_tensor_parallel_divides_the_ranks(place, nothing_is_loaded, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert "--vllm_tensor_parallel_size 3" in refusal(arguments(place, {"vllm_tensor_parallel_size": 3}), capsys)
