@@ -54,7 +54,8 @@ from runtime.arguments import checks, flags
 from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
-from runtime.run import directory, identity
+from runtime.run import identity
+from runtime.run.run_files import config_of
 from runtime.run.verdict import interval_text
 from runtime.system import process, user_files
 from runtime.system.redaction import HIDDEN
@@ -132,7 +133,7 @@ def find_run(folder: Path) -> tuple[dict, Path]:
     if not (folder / "config.json").is_file():
         process.refuse(f"--run {folder}: no config.json there; give the folder of a run, runs/NAME")
     try:
-        config = directory.read_config(folder)
+        config = config_of(folder)
     except ValueError as error:
         process.refuse(f"--run {folder}: its config.json cannot be read ({error})")
     name = config.get("script") or config["command"][0]  # older runs name it in their command alone

@@ -22,6 +22,7 @@ from rewards import truth_error
 from runtime.arguments import flags
 from runtime.data import problem_set
 from runtime.run import directory, identity
+from runtime.run.run_files import config_of
 from runtime.system import process
 from runtime.training import derived_defaults
 
@@ -51,7 +52,7 @@ def state(args, defaults) -> tuple[int, str]:
     if not (folder / "config.json").is_file():
         return RUN, f"not begun: {folder}"
     try:
-        config = directory.read_config(folder)
+        config = config_of(folder)
     except ValueError as error:  # the run itself would end with the remedy
         return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
     args = as_it_would_start(args, config)

@@ -18,6 +18,7 @@ from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, changed_code, code_of
+from runtime.run.run_files import config_of, records
 from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
@@ -109,7 +110,7 @@ def check_is_a_run(folder: Path, args) -> None:
 def has_config(folder: Path) -> bool:
     """Return True if a folder has a config.json with the arguments of a run."""
     try:
-        read_config(folder)
+        config_of(folder)
     except (OSError, ValueError):
         return False
     return True
@@ -121,18 +122,10 @@ def left_by_a_run(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name == "config.json")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a run. Raises ValueError if it is no JSON object, or has no arguments."""
-    config = json.loads((folder / "config.json").read_text())
-    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
-        raise ValueError("it has no arguments of a run")
-    return config
-
-
 def check_earlier_run(folder: Path, args) -> None:
     """Reject the folder of another run; exit with code 0 where this very run is finished."""
     try:
-        config = read_config(folder)
+        config = config_of(folder)
     except ValueError as error:
         refuse(f"{folder}/config.json cannot be read ({error}); remove this file to resume from the checkpoints there")
     other, _ = changed_arguments(config["args"], args, resolved=True)
@@ -158,7 +151,7 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
         folder = Path(args.resume).absolute().parent.parent
     if args.overwrite or not has_config(folder):
         return {}
-    return read_config(folder).get("resolved", {})
+    return config_of(folder).get("resolved", {})
 
 
 def check_writable(args, folder: Path) -> None:
@@ -319,10 +312,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_nothing_is_lost(folder: Path, args) -> None:
-    """Reject a start from scratch, of a run without any checkpoint, that would discard what the user kept."""
+    """Reject a start from scratch, of a run without any checkpoint, that would discard what the user kept.
+
+    A trial that took less than --save_minutes is replaced: a run that is killed loses as much.
+    """
     done = last_step(folder / "metrics.jsonl")
     saves_nothing = args.save_every == 0 and args.save_minutes == 0
-    if (done > 0 and saves_nothing) or (folder / "model").exists():
+    minutes = sum(record.get("time/step", 0.0) for record in records(folder / "metrics.jsonl")) / 60
+    if (done > 0 and saves_nothing) or ((folder / "model").exists() and minutes >= args.save_minutes):
         refuse(
             f"{folder} holds {done} steps of this run and no checkpoint of them (--save_every, --save_minutes); "
             f"--overwrite starts it from scratch, --seed or --exp_name start another"

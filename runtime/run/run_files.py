@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime.run import directory
-
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -48,10 +46,18 @@ def read(path: Path) -> list[dict]:
     return [{sys.intern(name): value for name, value in record.items()} for record in records(path)]
 
 
+def config_of(folder: Path) -> dict[str, Any]:
+    """Return config.json of a run. Raises ValueError if it is no JSON object, or has no arguments."""
+    config = json.loads((folder / "config.json").read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
+        raise ValueError("it has no arguments of a run")
+    return config
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a run. Returns {} if there is none, or with a warning if it cannot be read."""
     try:
-        return directory.read_config(folder)
+        return config_of(folder)
     except FileNotFoundError:
         return {}
     except ValueError:

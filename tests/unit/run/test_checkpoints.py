@@ -167,14 +167,18 @@ def test_nothing_is_thrown_away_when_no_checkpoint_is_whole(stopped, tmp_path, c
 
 
 def test_without_any_checkpoint(stopped, tmp_path, capsys):
-    """Killed before the first save: a new start, unless saving was off or it has ended; its steps are all there is."""
+    """Killed before the first save: a new start, unless saving was off or it has ended; its steps are all there is.
+
+    A trial that has ended is replaced if it took less than --save_minutes, which a run that is killed loses as well.
+    """
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
     assert directory.open_run(args, grpo.Args())[1] is None
     assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
     off = dataclasses.replace(args, save_every=0, save_minutes=0.0)
     (folder_of(args) / "model").mkdir()
-    ended = dataclasses.replace(args, total_steps=6)
+    assert directory.open_run(dataclasses.replace(args, total_steps=6, save_minutes=30.0), grpo.Args())[1] is None
+    ended = dataclasses.replace(args, total_steps=6, save_minutes=0.001)
     for kept in (ended, off):
         message = refusal(kept, capsys)
         assert "holds 3 steps of this run and no checkpoint" in message and "--overwrite" in message
