@@ -87,6 +87,18 @@ def test_the_index_of_the_maintainers_pages_leads_to_each():
     assert {page.name for page in SHELF.glob("*.md")} - links - {"README.md"} == set()
 
 
+def test_every_promise_names_one_test_that_exists():
+    lines = (SHELF / "promises.md").read_text().splitlines()
+    rows = [line for line in lines if line.startswith("| ")][1:]
+    missing = []
+    for row in rows:
+        ((path, name),) = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row)
+        file = ROOT / path
+        if not file.exists() or f"\ndef {name}(" not in file.read_text():
+            missing.append(f"{path}::{name}")
+    assert 0 < len(rows) <= 60 and missing == []
+
+
 def test_the_first_page_leads_to_every_user_page():
     """In one click."""
     links = set(re.findall(r"\]\(([^)#\s]+)[^)]*\)", (ROOT / "README.md").read_text()))
