@@ -451,15 +451,15 @@ def rows():
 def test_the_page_shows_the_numbers_of_the_script(rows):
     cells = page_cells()
     for name in loss_table.LOSSES:
-        found = [rows[condition, name] for condition in enumeration.CONDITIONS]
+        found = [rows[condition, name] for condition in ("stale", "unlike")]
         assert cells[name] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     for name in loss_table.DISTILLATIONS:
-        found = [rows[condition, name] for condition in enumeration.CONDITIONS]
+        found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
         assert cells[name][:-1] == [f"{row.bias:.2f} {row.cosine:+.2f}" for row in found], name
     dropped = {"TRM": [0.51, 0.87], "DPPO": [0.18, 0.25], "PPO clip": [0.20, 0.14]}
     for name, fractions in dropped.items():
         assert [round(rows[condition, name].zero, 2) for condition in ("stale", "async")] == fractions, name
-    for name in loss_table.RECIPES:
+    for name in loss_table.RECIPES.keys() - {"Dr. GRPO"}:  # its row is that of "centered"
         found = [rows[condition, name] for condition in loss_table.RECIPE_CONDITIONS]
         numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
         ascends = found[0].ascends.replace("|", "\\|")
