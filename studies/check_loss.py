@@ -238,7 +238,7 @@ def check_kl(subject: Subject) -> list[Finding]:
     """Compare the objective that each KL in the loss descends with the unedited script's, the own setting first."""
     args = subject.args
     own = kl_estimators.canonical_name(args.kl_estimator)
-    where = subject.first_place("token_loss", "clamp_straight_through")
+    where = subject.first_place("token_loss", "kl_value", "clamp_straight_through")
     first: list[Finding] = []
     others: list[Finding] = []
     equal = 0

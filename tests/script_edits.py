@@ -87,9 +87,7 @@ MISTAKES = [
     ),
 ]
 ALSO = [
-    mistake(
-        "KL of naive k3 with a wrong sign", {1}, ("kl_T = torch.expm1(-bounded_T)", "kl_T = torch.expm1(bounded_T)")
-    ),
+    mistake("KL of k3 with a wrong sign", {1}, ("return torch.expm1(-bounded_T)", "return torch.expm1(bounded_T)")),
     mistake("loss detached", {1, 4}, ("policy_T = weight_T * policy_T", "policy_T = weight_T * policy_T.detach()")),
     mistake("ratio to itself", {1}, (RATIO, "ratio_T = (t.logprobs_T - t.logprobs_T.detach()).exp()")),
     mistake("ratio to the sampler", {1}, (RATIO, RATIO.replace("old_T", "sampler_T"))),

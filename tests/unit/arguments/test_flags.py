@@ -695,7 +695,7 @@ def test_dry_run(tiny, tmp_path, capsys):
         "91 problems",
         "held out",
         "<|im_start|>user\\nState the final answer",
-        "KL: 0.1 x k3 in the loss",
+        "KL: 0.1 x k3+ in the loss",
         "rows       shared (masks of at most ",
         "sizes      micro_batch_tokens ",
         ", logprob_chunk 512, ",

@@ -21,8 +21,8 @@ from script_edits import ALSO, HARMLESS, MISTAKES
 
 # Edits that need no run to be found -> the finding that must fail.
 FOUND = {
-    "KL sign": "KL k3 unbiased, fresh",
-    "KL of naive k3 with a wrong sign": "KL k3 naive, fresh",
+    "KL sign": "KL k3+, fresh",
+    "KL of k3 with a wrong sign": "KL k3, fresh",
     "detached ratio": "gradient",
     "loss detached": "gradient",
     "ratio to itself": "inputs",
