@@ -284,15 +284,8 @@ def test_long_and_strange_names():
 def test_every_field_is_read(script):
     """A flag that nothing reads would be accepted and do nothing. Read: args.<field>, or named for a getattr."""
     read, named = set(), set()
-    for file in (
-        f"{script}.py",
-        *(
-            "utils.py",
-            "rewards.py",
-            "kl_estimators.py",
-            *(str(p.relative_to(ROOT)) for p in (ROOT / "runtime").rglob("*.py")),
-        ),
-    ):
+    runtime = [str(p.relative_to(ROOT)) for p in (ROOT / "runtime").rglob("*.py")]
+    for file in (f"{script}.py", "utils.py", "rewards.py", "kl_estimators.py", *runtime):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
             if attribute and ast.unparse(node.value) in ("args", "self.args"):
