@@ -327,6 +327,12 @@ def test_placement_reaches_the_loss_once(placement, in_loss):
     assert utils.make_kl(Args(beta=0.3, kl_placement=placement)).loss == in_loss
 
 
+def test_a_controller_of_the_reward_leaves_the_coefficient_of_the_loss():
+    kl = utils.make_kl(Args(beta=0.3, kl_placement="both", kl_target=(0.1,)))
+    kl.update(1.0, None, 100)
+    assert kl.loss == 0.3 < kl.reward
+
+
 def test_policy_loss_by_hand():
     """Clip on both sides, dual clip: one number a case, and which tokens count as clipped."""
     ratio = torch.tensor([1.5, 0.5, 1.5, 0.5, 1.0, 6.0])
