@@ -57,7 +57,7 @@ FILES = (
 PLACES = ("tests/unit", "tests/runs", "tests/launch")  # of the tests
 EQUIVALENT = ROOT / "tests" / "equivalent_mutations.jsonl"
 KNOWN = ROOT / "tests" / "known_mutations.jsonl"
-KNOWN_TESTS = r"test_(kl_estimators|loss|run)\.py"
+KNOWN_TESTS = r"test_(kl_estimators|loss|run|fp64_update)\.py"
 # Imported once, by the server: the largest part of the start of a test.
 HEAVY = (
     "runtime.system.process",

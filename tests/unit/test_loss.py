@@ -186,14 +186,15 @@ def test_each_optimizer_step_is_counted_once(monkeypatch):
 
 
 def test_tokens_without_weight_are_in_no_metric(monkeypatch):
-    """Dummy micro-batches and masked tokens are neither in the means nor in their count."""
+    """Dummy micro-batches and masked tokens are neither in the means nor in their count. The KL is the policy's."""
     steps = Steps(monkeypatch)
     steps.tokens.weights_T[4:] = 0.0
     steps.stats.stepped = lambda *_: None
     steps.step()
-    sums = steps.stats.sums
+    sums, d_T = steps.stats.sums, steps.tokens.logprobs_T - steps.tokens.ref_T
+    expected = steps.tokens.entropy_T[:4].sum().item(), d_T[:4].sum().item()
     assert (sums["tokens"], sums["fresh"]) == (4, 4)
-    assert sums["entropy"] == pytest.approx(steps.tokens.entropy_T[:4].sum().item())
+    assert (sums["entropy"], sums["k1"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_one_stale_engine_of_many_is_noticed():
