@@ -10,8 +10,8 @@ advantage of a response is its reward compared with the rewards of its group. De
 * A token's weight in the loss comes from the token and sample counts of an entire optimizer step, over all ranks
   (``--loss_norm``). Neither micro-batches, nor padding, nor the number of ranks changes a gradient.
 * With one optimizer step per batch, the ratio needs no separate old log-probs: it is 1, with the gradient of log pi.
-* By default there is no KL, and no reference model is loaded (``--beta 0``). To add a KL, choose its estimator, its
-  gradient, and its place: the loss, the reward, or both. docs/kl.md describes what each combination does.
+* By default there is no KL, and no reference model is loaded (``--beta 0``). To add a KL, choose its estimator and
+  its place: the loss, the reward, or both. docs/kl.md describes what each combination does.
 * With several turns (``--environment``), a sample is the sequence of all turns. Only the model's tokens are
   response tokens. The environment's tokens are context, and enter no loss, KL, ratio or mean.
 * Not included: a critic (see ppo.py) and tensor-parallel training.

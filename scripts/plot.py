@@ -12,6 +12,7 @@
 --by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
 only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. A run may
 still be going. A mean ends where the shortest of its runs does. A loss's own metric (policy/NAME) has its own panel.
+Arguments that changed nothing are named: runs that differ in one of them alone are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
-from intervals import mean_interval, rate_interval, wilson
+from intervals import mean_interval, rate_interval
 
 from runtime.arguments.flags import PRESENTATION
 from runtime.run.logger import own_pieces
@@ -68,6 +70,7 @@ SPREAD = "Means over the last tenth of the steps, or of the last evaluation; ± 
 RATES = ("pass@", "majority@", "correct", "format", "truncated_frac")
 RUN = "run"  # stands for the folder of a run where runs are grouped by arguments
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
+NOT_COMPARED = ("time/", "perf/", "engine/", "env/tool_seconds", "loss/")  # times, and values that are not trained on
 
 
 # ------------------------------------------------------------------------------------------------------ files of a run
@@ -166,18 +169,11 @@ def draw_panel(axis: plt.Axes, title: str, lines: dict[str, str], run: Run) -> N
 
 
 def pass_interval(run: Run) -> pd.DataFrame:
-    """Return pass@1's 95 % interval per evaluation, clustered by problem: columns low and high over the steps.
-
-    Without the counts of single problems it is that of one response per problem.
-    """
+    """Return pass@1's 95 % interval per evaluation, clustered by problem: columns low and high over the steps."""
     found = {}
     for record in run.evals:
-        if "eval/right" in record:
-            samples = record["eval/samples"]
-            ends = rate_interval([right / samples for right in record["eval/right"]], samples)
-        else:
-            ends = wilson(record["eval/pass@1"] * record["eval/problems"], record["eval/problems"])
-        found[record["step"]] = ends
+        samples = record["eval/samples"]
+        found[record["step"]] = rate_interval([right / samples for right in record["eval/right"]], samples)
     return pd.DataFrame.from_dict(found, orient="index", columns=["low", "high"])
 
 
@@ -283,6 +279,26 @@ def differing(runs: list[Run]) -> list[str]:
 def separating(runs: list[Run], by: list[str]) -> list[str]:
     """Return the arguments to add to ``by``, or runs would be averaged that differ in more than the seed."""
     return list(dict.fromkeys(name for members in grouped(runs, by).values() for name in differing(members)))
+
+
+def without_effect(runs: list[Run], by: list[str]) -> dict[str, list[str]]:
+    """Return argument -> its values in runs that differ in this argument alone and that are equal bit for bit.
+
+    The value of the loss is not compared, since two losses may have one gradient. All other metrics but times are.
+    """
+    logs = {}
+    for run in runs:
+        records = [{k: record[k] for k in record if not k.startswith(NOT_COMPARED)} for record in run.metrics]
+        logs[run.folder] = repr(records)
+    found: dict[str, list[str]] = {}
+    for name in by:
+        others = [other for other in [*differing(runs), "seed"] if other not in (name, RUN)]
+        for members in grouped(runs, others).values():
+            equal = Counter(logs[run.folder] for run in members)
+            values = [show(run.args.get(name)) for run in members if equal[logs[run.folder]] > 1]
+            if len(set(values)) > 1:
+                found[name] = list(dict.fromkeys([*found.get(name, []), *values]))
+    return found
 
 
 def problems_behind(runs: list[Run], key: str) -> float | None:
@@ -417,6 +433,8 @@ def compare(args: argparse.Namespace) -> None:
     if more:
         by += more
         print(f"note: the runs also differ in {', '.join(more)}, which --by now includes; --where chooses one value")
+    for name, values in without_effect(runs, [*by, *x]).items():
+        print(f"note: {name} changed nothing between {', '.join(values)}: runs are equal bit for bit but for loss/*")
     draw_comparison(runs, by, keys, args.x, args.output)
     print(args.output)
     print(table(runs, [*by, *x], keys))

@@ -100,16 +100,16 @@ def test_the_interval_is_students():
 
 
 def test_the_interval_of_an_evaluation_is_that_of_its_problems():
-    """Also at 0, at 1 and with one sample per problem; an older run has no counts of single problems."""
+    """Also at 1 and with one sample per problem."""
     right = [0, 0, 1, 2, 3, 4, 4, 4]
     counts = {"eval/problems": 8, "eval/samples": 4}
     evals = [counts | {"step": 0, "eval/pass@1": fmean(right) / 4, "eval/right": right}]
     evals.append(counts | {"step": 1, "eval/pass@1": 0.5, "eval/samples": 1, "eval/right": [0, 1] * 4})
-    evals += [counts | {"step": 2, "eval/pass@1": 1.0, "eval/right": [4] * 8}, counts | {"step": 3, "eval/pass@1": 0.0}]
-    run = plot.Run(Path("run"), {}, [{"step": step} for step in (1, 2, 3)], evals)
+    evals.append(counts | {"step": 2, "eval/pass@1": 1.0, "eval/right": [4] * 8})
+    run = plot.Run(Path("run"), {}, [{"step": step} for step in (1, 2)], evals)
     found = plot.pass_interval(run)
-    wanted = [rate_interval([count / 4 for count in right], 4), wilson(4, 8), wilson(8, 8), wilson(0, 8)]
-    assert found.to_numpy().tolist() == [pytest.approx(ends) for ends in wanted] and list(found.index) == [0, 1, 2, 3]
+    wanted = [rate_interval([count / 4 for count in right], 4), wilson(4, 8), wilson(8, 8)]
+    assert found.to_numpy().tolist() == [pytest.approx(ends) for ends in wanted] and list(found.index) == [0, 1, 2]
     assert (found["high"] - found["low"] > 0.3).all()
 
 
@@ -200,6 +200,18 @@ def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     change_config(folders[0], "another")
     out = call(plot, *folders, *words)
     assert "note: the runs also differ in exp_name" in out and out.count("| 1 | 3 |") == 2
+
+
+@pytest.mark.integration
+def test_an_argument_without_effect_is_named(tiny, tmp_path):
+    """k1+ and k3+ have one gradient and log other losses; k1 has another gradient."""
+    for kl_estimator in ("k1", "k1+", "k3+"):
+        changes = {"beta": 0.5, "learning_rate": 1e-2, "total_steps": 2, "max_response_length": 4}
+        run_here(tiny_args(tiny, tmp_path, kl_estimator=kl_estimator, **changes))
+    words = ["--by", "kl_estimator", "--y", "reward/mean", "--output", tmp_path / "x.png"]
+    out = call(plot, tmp_path, *words)
+    assert "note: kl_estimator changed nothing between k1+, k3+: runs are equal bit for bit" in out
+    assert "note" not in call(plot, tmp_path, *words, "--where", "kl_estimator=k1")
 
 
 def test_copies_are_compared_in_every_setting(runs, tmp_path):
