@@ -79,32 +79,21 @@ class AdaptiveKLController:
     """A coefficient that is adapted so that the KL approaches a target: Ziegler et al. 2019, arXiv 1909.08593.
 
     target: in the unit of the KL that `update` gets. horizon: number of sequences over which a KL 10% above target
-    raises coef by 10%; n_sequences / horizon is the paper's K_beta.
-    Raises ValueError unless coef (the first one), target and horizon are > 0.
+    raises coef by 10%; n_sequences / horizon is the paper's K_beta. All three numbers are above 0, and the horizon is
+    above a fifth of the sequences of a step (runtime/arguments/checks.py), or coef could become 0.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
-        if not (coef > 0 and target > 0 and horizon > 0):
-            raise ValueError(f"adaptive KL needs beta, target, horizon > 0, got {coef}, {target}, {horizon}")
         self.coef = coef
         self.target = target
         self.horizon = horizon
 
     def update(self, current_kl: float, n_sequences: int) -> float:
-        """Adjust coef to the mean KL of the last n_sequences and return it; a KL that is not finite changes nothing.
-
-        Raises ValueError when the horizon is so short that coef would become <= 0.
-        """
+        """Adjust coef to the mean KL of the last n_sequences and return it; a KL that is not finite changes nothing."""
         if not math.isfinite(current_kl):
             return self.coef
         error = min(max(current_kl / self.target - 1, -0.2), 0.2)
-        factor = 1 + error * n_sequences / self.horizon
-        if factor <= 0:
-            raise ValueError(
-                f"adaptive KL: {n_sequences} sequences with a horizon of {self.horizon:g} would multiply beta by "
-                f"{factor:g}; raise the HORIZON of --kl_target"
-            )
-        self.coef *= factor
+        self.coef *= 1 + error * n_sequences / self.horizon
         return self.coef
 
 

@@ -217,16 +217,6 @@ from runtime.system import watchdog
 from runtime.training import pretrained
 
 
-def interval(samples: list[Sample], places: set[int]) -> tuple[float, float]:
-    """Return the 95 % interval of pass@1 on some of the problems."""
-    right: dict[int, list[bool]] = {}
-    for sample in samples:
-        if sample.prompt_id in places:
-            right.setdefault(sample.prompt_id, []).append(is_correct(sample))
-    samples = max(map(len, right.values()))
-    return rate_interval([sum(found) / len(found) for found in right.values()], samples)
-
-
 def side_by_side(samples: list[Sample], problems: list[Problem]) -> tuple[str, str]:
     """Return (lenient rate, format rate) of samples, with "–" for a rate that is unknown."""
     said = [lenient(sample.response, problems[sample.prompt_id].truth) for sample in samples]
@@ -248,7 +238,7 @@ def table(samples: list[Sample], problems: list[Problem], result: dict[str, floa
     for source in [*(sources if len(sources) > 1 else ()), None]:
         prefix = "eval" if source is None else f"eval/{source}"
         places = {i for i, p in enumerate(problems) if source in (None, p.source)}
-        low, high = interval(samples, places)
+        low, high = rate_interval([result["eval/right"][place] / k for place in places], k)
         cells = [
             source or ("all" if len(sources) > 1 else sources[0]),
             f"{result[f'{prefix}/problems']}",

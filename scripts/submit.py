@@ -59,16 +59,6 @@ OF_THIS_ALLOCATION = re.compile(
 )
 # A command that is cut before its program by a -- of its own: uv run -- python FILE.py
 RUNNER = re.compile(r"(.* && )?(\S*/)?(uv|pixi|poetry|pdm|hatch|rye|conda|mamba|micromamba) run( -\S+)*")
-# Flags of open-instruct's mason.py without an equal here, by what to do instead.
-MASON = {
-    "use --name": "description task_name",
-    "use --mount BUCKET:/PATH, or edit datasets in scripts/templates/beaker.yaml": "beaker_datasets",
-    "write it in scripts/templates/beaker.yaml": "hostname shared_memory mount_docker_socket no_host_networking",
-    "use --preemptible, or write minRuntime in scripts/templates/beaker.yaml": "min_runtime",
-    "use --max_retries 0": "non_resumable",
-    "give --output_dir in the command": "auto_output_dir_path artifact_ttl",
-    "leave it out": "pure_docker_mode no_hf_cache_env no_mount_nfs no_auto_dataset_cache auto_checkpoint_state_dir",
-}
 
 
 def refuse(message: str, code: int = 2) -> NoReturn:
@@ -208,13 +198,7 @@ def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
             commands.append(part)
     parser, takes = make_parser()
     flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
-    args, unknown = parser.parse_known_args(flags, Job())
-    for flag in unknown:
-        for remedy, names in MASON.items():
-            if flag.lstrip("-").partition("=")[0] in names.split():
-                refuse(f"{flag} is a flag of mason.py; {remedy}")
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args = parser.parse_args(flags, Job())
     for flag, value in vars(args).items():
         if args.backend not in takes[flag] and value != parser.get_default(flag):
             refuse(f"--{flag}: --backend {args.backend} has no such setting; leave it out")

@@ -51,7 +51,7 @@ PARTS = {
     "top level": ("grpo.py", "ppo.py", "kl_estimators.py", "rewards.py", "utils.py"),
     "runtime": ("runtime",),
     "scripts": ("scripts",),
-    "plug-ins": ("graders", "variants", "adapters", "examples"),
+    "plug-ins": ("graders", "variants", "examples"),
     "studies": ("studies",),
     "tests": ("tests",),
 }

@@ -31,8 +31,8 @@ hypothesis.settings.register_profile("long", max_examples=int(os.environ.get("CA
 hypothesis.settings.load_profile("fast")
 
 pytest.register_assert_rewrite("helpers")
-import broken_scripts
 import fork_server
+import learning_runs
 from helpers import ROOT, SMALL, Run, descendants, freeze, interrupted, make_samples, make_tiny, own_signals, tiny_args
 
 from graders import reasoning_gym_tasks
@@ -127,10 +127,10 @@ def testbed() -> Path:
     """The model of the learning tests; made here where `make testbed` was not called before, which takes minutes."""
     script = str(ROOT / "studies" / "pretrain_tiny.py")
     done = subprocess.run(
-        [sys.executable, script, "--output", str(broken_scripts.MODEL)], capture_output=True, text=True
+        [sys.executable, script, "--output", str(learning_runs.MODEL)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return broken_scripts.MODEL
+    return learning_runs.MODEL
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A player of scripted turns in the engine's place, for the tests of episodes, chats, adapters and examples."""
+"""A player of scripted turns in the engine's place, for the tests of episodes and chats."""
 
 from __future__ import annotations
 

@@ -397,24 +397,16 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
-CHECKED = ("messages", "truth", "verifier", "row", "wrong")  # JSON, text, text, JSON, text
-
-
 def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, check: Check) -> dict[str, list[str]]:
-    """Return the columns CHECKED for a batch of a raw data set; a bad row has only the column ``wrong`` filled."""
-    found: dict[str, list[str]] = {name: [] for name in CHECKED}
+    """Return, for each row of a batch of a raw data set, a list of its problem as JSON, and what is wrong with the row.
+
+    The list of a bad row is empty.
+    """
+    found: dict[str, list[str]] = {"problem": [], "wrong": []}
     for row in rows_of(batch, places[0]):
         problems, bad = problems_of([row], 0, columns, check)
-        values = dict.fromkeys(CHECKED, "")
-        if bad:
-            values["wrong"] = bad[0][1]
-        for problem in problems:
-            values["messages"] = json.dumps(problem.messages)
-            values["truth"] = problem.truth
-            values["verifier"] = problem.verifier
-            values["row"] = json.dumps(row)
-        for name, value in values.items():
-            found[name].append(value)
+        found["problem"].append(json.dumps([vars(problem) for problem in problems]))
+        found["wrong"].append("".join(why for _, why in bad))
     return found
 
 
@@ -430,7 +422,7 @@ def _batches(raws: list, size: int = 1000) -> Iterator[list]:
 
 
 def check_rows(source: str, raws: list, args, check: Check):
-    """Return a data set with the columns CHECKED, a row for each of the source, made by several processes or cached.
+    """Return a data set with the columns of ``_check_batch`` for a source, made by several processes or cached.
 
     What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--verifier``:
     a change of any of them is checked again.
@@ -445,7 +437,7 @@ def check_rows(source: str, raws: list, args, check: Check):
             code.append(own)
     rules = digest(repr([columns, args.allow_unsafe_code_exec]).encode(), digest_of_files(sorted(code)).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
-    kinds = dict.fromkeys(CHECKED, datasets.Value("string"))
+    kinds = dict.fromkeys(("problem", "wrong"), datasets.Value("string"))
     checked = []
     for raw, files in raws:
         key = digest(rules.encode(), raw._fingerprint.encode())
@@ -461,13 +453,7 @@ def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
     checked = check_rows(source, raws, args, check).to_dict()
     bad = [(index, wrong) for index, wrong in enumerate(checked["wrong"]) if wrong]
     report_bad_rows(bad, len(checked["wrong"]), source, args)
-    problems = []
-    columns = [checked[name] for name in CHECKED]
-    for messages, truth, verifier, row, wrong in zip(*columns, strict=True):
-        if not wrong:
-            problem = Problem(json.loads(messages), truth, verifier, json.loads(row))
-            problems.append(problem)
-    return problems
+    return [Problem(**found) for text in checked["problem"] for found in json.loads(text)]
 
 
 def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:

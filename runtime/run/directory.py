@@ -31,7 +31,7 @@ WRITTEN = (
 # What else it leaves there, and what the programs that read it do: --overwrite removes all this and nothing else.
 LEFT = (
     *(*WRITTEN, "libraries.log", "bad_batch.jsonl", "wandb", "tensorboard"),
-    *("curves.png", "report.html", "eval_samples.jsonl", "measured_kl.json"),
+    *("curves.png", "eval_samples.jsonl", "measured_kl.json"),
 )
 
 

@@ -87,7 +87,7 @@ class Case:
 def failed(case: Case) -> pd.Series:
     """Return the fraction of the scores that are zeros because the verifier failed."""
     samples = case.args.get("num_unique_prompts_rollout", 0) * case.args.get("num_samples_per_prompt_rollout", 0)
-    return sum(case.curve(f"reward/{kind}") for kind in ("timeouts", "errors", "unscorable")) / (samples or np.inf)
+    return sum(case.curve(f"reward/{kind}") for kind in FAILURES) / (samples or np.inf)
 
 
 def unanswered(case: Case) -> pd.Series:

@@ -39,7 +39,6 @@ print(verdict.write(Path(sys.argv[1]), 100_000))
 SAID = {
     "plot.py": "pass@1   0.250 -> 0.500",
     "report.py": "no finding by 12 rules",
-    "report.py --html": "report.html",
     "verdict": "verdict    learned",
     "resume": "ended where it was cut",
 }
@@ -108,7 +107,6 @@ def test_a_giant_run_is_read_in_bounded_memory(tmp_path):
     write_giant(tmp_path)
     assert (tmp_path / "samples.jsonl").stat().st_size > 1e9
     programs = {name: [str(ROOT / "scripts" / name), str(tmp_path)] for name in ("plot.py", "report.py")}
-    programs["report.py --html"] = [*programs["report.py"], "--html"]
     programs["verdict"] = ["-c", VERDICT, str(tmp_path)]
     programs["resume"] = ["-c", RESUME, str(tmp_path)]
     found = {}
@@ -117,7 +115,4 @@ def test_a_giant_run_is_read_in_bounded_memory(tmp_path):
         found[name] = (seconds, memory)
         print(f"{name}: {seconds:.0f} s of CPU time, {memory:.0f} MB")
         assert SAID[name] in printed, printed
-    size = (tmp_path / "report.html").stat().st_size
-    print(f"report.html: {size / 1e6:.0f} MB")
-    assert size < 60e6
     assert all(seconds < SECONDS and memory < MEGABYTES for seconds, memory in found.values()), found

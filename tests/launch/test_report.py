@@ -1,8 +1,7 @@
-"""scripts/plot.py and scripts/report.py on the folders of real runs, the page in a real browser."""
+"""scripts/plot.py and scripts/report.py on the folders of real runs."""
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import shutil
@@ -20,9 +19,6 @@ from intervals import rate_interval, wilson
 
 from runtime.run import verdict
 from runtime.run.doctor import Case, examine
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NASTY = "</script><script>document.title='broken'</script><b>&amp; \u2028 $x$ @DATA@ é 数"
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +238,7 @@ def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("script", ["plot.py", "report.py", "report.py --html"])
+@pytest.mark.parametrize("script", ["plot.py", "report.py"])
 def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
     """Lines that are no JSON, half a letter, an empty config.json: what is whole is shown, with a warning."""
     copy = tmp_path / "damaged"
@@ -252,13 +248,12 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
         first, _, rest = content.partition(b"\n")
         (copy / file).write_bytes(b'{"step": 1, "response": "a"b"}\n' + first + b"\n[1]\n" + rest + '"名'.encode()[:-1])
     (copy / "config.json").write_text("")
-    name, *html = script.split()
-    argv = [sys.executable, str(ROOT / "scripts" / name), str(copy), *html]
+    argv = [sys.executable, str(ROOT / "scripts" / script), str(copy)]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode in ((0, 1) if script == "report.py" else (0,)), done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("metrics.jsonl: 2 line(s) are not JSON objects") == 1
     assert ("config.json is not a JSON object" in done.stderr) == (script != "report.py")  # which needs no arguments
-    assert html or "3 step" in done.stdout
+    assert "3 step" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -278,152 +273,23 @@ def test_plot_says_what_is_wrong(runs, tmp_path, words, says):
     assert says in call(plot, runs, *words, ok=False)
 
 
-# ---------------------------------------------------------------------------------------------------------------- page
+# -------------------------------------------------------------------------------------------------------------- report
 
 
-CALL = {"name": "look", "arguments": {"place": "a b", "count": 2}, "error": ""}
-BAD = {"name": "", "arguments": {}, "error": "error: not a tool call: x"}
-TURNS = [
-    {"role": "assistant", "text": "first <b>", "tokens": 11, "calls": [CALL, BAD]},
-    {"role": "tool", "text": f"seen haystack {NASTY}", "tokens": 7, "failures": 1, "seconds": 0.25},
-    {"role": "assistant", "text": "last", "tokens": 3},
-    {"role": "tool", "text": "too late", "tokens": 0, "failures": 0, "seconds": 1.5},
-]
-
-
-@pytest.fixture(scope="module")
-def folder(runs, tmp_path_factory) -> Path:
-    """A real run, and a few samples more that try to break the page."""
-    folder = tmp_path_factory.mktemp("page") / "run & <b>"
-    shutil.copytree(folders_of(runs)[0], folder)
-    first = read_jsonl(folder / "samples.jsonl")[0]
-    with open(folder / "samples.jsonl", "a") as f:
-        for step in (1, 2):
-            f.write(json.dumps(first | {"step": step, "response": f"needle {NASTY} Needle", "reward": 7.5}) + "\n")
-        f.write(json.dumps(first | {"step": 2, "reward": 7.5, "turns": TURNS}) + "\n")
-    call(report, "--html", folder)
-    return folder
-
-
-def test_the_page_holds_the_run(folder):
-    """The data are in the page whole, nothing in them ends their element, and nothing is fetched."""
-    text = (folder / "report.html").read_text()
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.DOTALL)
-    held = json.loads(data)
-    assert held["samples"] == read_jsonl(folder / "samples.jsonl")
-    assert held["curves"]["reward/mean"] == [
-        [m["step"], m["reward/mean"]] for m in read_jsonl(folder / "metrics.jsonl")
-    ]
-    assert held["args"]["learning_rate"] == json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
-    assert sum(s for _, s in held["phases"]) == pytest.approx(
-        sum(m["time/step"] for m in read_jsonl(folder / "metrics.jsonl")), rel=1e-6
-    )
-    assert not re.search(
-        r"""(src|href)\s*=|url\(|@import|fetch\(|XMLHttp|https?://(?!www\.w3\.org/2000/svg)""", text.replace(data, "")
-    )
-
-
-def test_the_page_begins_with_the_verdict_and_the_doctor(folder):
-    """Word for word as at the end of the run; nothing comes before them but the title, and all is visible at once."""
-    found = verdict.verdict(folder, 3)
-    assert found["findings"], "this run of three steps has something that the doctor finds"
-    (shown,) = re.findall(r'</h1><pre id="summary">(.*?)</pre>', (folder / "report.html").read_text(), flags=re.DOTALL)
-    assert html.unescape(shown).startswith(verdict.in_words(json.loads((folder / verdict.FILE).read_text())) + "\n\n")
-    lines = html.unescape(shown).splitlines()
-    assert lines[0].startswith("verdict    ") and sum(line.startswith("doctor     ") for line in lines) == len(
-        found["findings"]
-    )
-
-
-@pytest.mark.parametrize("state", ["going", "damaged"])
-def test_the_page_of_a_run_without_a_verdict_says_so(runs, tmp_path, state):
-    """The doctor examines what there is; a half-written verdict is none."""
+@pytest.mark.parametrize("state", ["ended", "going", "damaged"])
+def test_a_report_has_the_verdict_or_what_the_doctor_finds_so_far(runs, tmp_path, state):
+    """Word for word as at the end of the run. A half-written verdict is none."""
     copy = tmp_path / "copy"
     shutil.copytree(folders_of(runs)[0], copy)
+    found = verdict.verdict(copy, 3)
+    assert found["findings"], "this run of three steps has something that the doctor finds"
     words = (copy / verdict.FILE).read_text()
-    (copy / verdict.FILE).write_text(words[: len(words) // 2])
+    wanted = verdict.in_words(json.loads(words))
+    if state != "ended":
+        (copy / verdict.FILE).write_text(words[: len(words) // 2])
+        wanted = "verdict    none: the run has not reached its end; the last step in metrics.jsonl is 3"
+        wanted += "".join(f"\ndoctor     {finding}" for finding in examine(Case.of(copy)))
     if state == "going":
         (copy / verdict.FILE).unlink()
-    text = html.unescape(report.page(copy, read_jsonl(copy / "metrics.jsonl"), []))
-    assert '<pre id="summary">verdict    none: the run has not reached its end; the last step in metrics' in text
-    for finding in examine(Case.of(copy)):
-        assert f"\ndoctor     {finding}\n" in text
-
-
-LISTENS = "<script>var errors = []; onerror = (error) => errors.push(error)</script>"
-# In the page after its own script: uses the page as a person does, and leaves what can be seen as JSON in its text.
-PROBE = """<script>
-const type = (id, text) => { $(id).value = text; $(id).dispatchEvent(new Event("input")); };
-const texts = (query) => [...document.querySelectorAll(query)].map((e) => e.textContent);
-const seen = {all: $("count").textContent, title: document.title, bars: texts("#bar div").length};
-seen.paths = texts(".curve path").length;
-seen.wide = document.documentElement.scrollWidth > window.innerWidth;  // than a phone's screen
-const kept = {...run.curves};
-run.curves["reward/mean"] = run.curves["reward/correct"] = [[1, 0], [2, 1]]; curves();
-seen.twice = texts(".curve b");
-Object.assign(run.curves, kept);
-$("all").click();
-seen.curves = texts(".curve b");
-type("q", "NEEDLE");
-seen.needle = [$("count").textContent, texts(".sample mark").length, texts(".sample pre")[1]];
-seen.markup = texts(".sample b, .sample script");
-type("from", "2");
-seen.from = [$("count").textContent, location.hash];
-type("from", ""); type("q", "haystack");  // in what an environment said
-seen.haystack = $("count").textContent;
-seen.turns = [...document.querySelectorAll(".turn")].map((e) => [...e.children].map((c) => c.textContent));
-seen.labels = texts(".sample > .label");
-type("q", ""); type("min", "MIDDLE");
-seen.least = $("count").textContent;
-type("max", "7");
-seen.between = $("count").textContent;
-history.replaceState(null, "", "#order=high"); fromAddress();
-seen.highest = texts(".sample .head")[0];
-type("argument", "learning_rate");
-seen.rows = texts("#arguments tr");
-seen.requests = performance.getEntriesByType("resource").map((e) => e.name);
-seen.errors = errors;
-document.body.replaceChildren(Object.assign(document.createElement("pre"), {textContent: JSON.stringify(seen)}));
-</script>"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium (Debian: apt-get install chromium)")
-def test_the_page_in_a_browser(folder, tmp_path):
-    """Drawn without an error and without a request; search and filter find what a reading of the file finds."""
-    rewards = [sample["reward"] for sample in read_jsonl(folder / "samples.jsonl")]
-    middle, count = sorted(rewards)[len(rewards) // 2], len(rewards)
-    text = (folder / "report.html").read_text().replace("<script", f"{LISTENS}<script", 1)
-    (tmp_path / "page.html").write_text(text + PROBE.replace("MIDDLE", str(middle)))
-    line = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=400,900"]
-    line += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "page.html").as_uri()]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    seen = json.loads(html.unescape(re.search(r"<body><pre>(.*)</pre></body>", done.stdout, re.DOTALL)[1]))
-    assert seen["errors"] == [] and seen["requests"] == [] and not seen["wide"]
-    assert seen["all"] == f"{count} of {count}" and seen["title"] == "run & <b>"  # not what the samples wanted
-    assert seen["paths"] >= 6 and seen["bars"] >= 3 and "reward/mean = reward/correct" in seen["twice"]
-    logged = {k for f in ("metrics.jsonl", "eval.jsonl") for r in read_jsonl(folder / f) for k in r}
-    no_curve = {
-        "step",
-        "episode",
-        "eval/problems",
-        "eval/samples",
-        "eval/weights_version",
-        "eval/right",
-        "eval/rewards",
-    }
-    assert set(seen["curves"]) == logged - no_curve
-    assert seen["needle"] == [f"2 of {count}", 4, f"needle {NASTY} Needle"] and seen["markup"] == []
-    assert seen["from"] == [f"1 of {count}", "#q=NEEDLE&from=2"]
-    assert seen["haystack"] == f"1 of {count}" and seen["labels"] == ["prompt", "turns", "truth"]
-    assert seen["turns"] == [
-        ['model, 11 tokens, calls look("place":"a b","count":2), error: not a tool call: x', "first <b>"],
-        ["tool, 7 tokens, 0.25 s, 1 failed", f"seen haystack {NASTY}"],
-        ["model, 3 tokens", "last"],
-        ["tool, 0 tokens, 1.5 s, not seen by the model", "too late"],
-    ]
-    assert seen["least"] == f"{sum(reward >= middle for reward in rewards)} of {count}"
-    assert seen["between"] == f"{sum(middle <= reward <= 7 for reward in rewards)} of {count}"
-    assert "reward 7.5" in seen["highest"]
-    rate = json.loads((folder / "config.json").read_text())["args"]["learning_rate"]
-    assert [float(row.removeprefix("learning_rate")) for row in seen["rows"]] == [rate]
+    _, out, _ = main_here(report, copy)
+    assert out.startswith(f"{copy}: 3 steps\n{wanted}\n\n  reward ") and "pass@1" in out

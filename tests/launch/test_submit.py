@@ -264,12 +264,6 @@ def test_a_time_limit_within_the_warning_is_refused(time, fits, capsys):
     assert "s are too few: Slurm asks the job to stop 180 to 240 s" in refused(capsys, *words)
 
 
-@pytest.mark.parametrize("flag", [*" ".join(submit.MASON.values()).split(), "no-host-networking"])
-def test_a_flag_of_mason_is_answered(flag, capsys):
-    said = refused(capsys, "--backend", "beaker", "--image", "x", f"--{flag}", "1", "--dry_run", "--", "true")
-    assert "is a flag of mason.py; " in said
-
-
 def test_what_slurm_lists(monkeypatch, capsys):
     """A job has the name of its run; cores come with GPUs, a failed dependency ends it, and words of the user's."""
     monkeypatch.chdir(ROOT)

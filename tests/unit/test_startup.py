@@ -126,7 +126,7 @@ def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch)
     for name in ("config.json", "metrics.jsonl"):
         (tmp_path / "run" / name).write_text("{}")
     made = lambda _, folder: [(folder / name).write_text("made") for name in prepare_model.FILES]  # noqa: E731
-    for name, replacement in (("find_gguf", lambda: None), ("convert", made), ("check", lambda *_: None)):
+    for name, replacement in (("find_gguf", lambda: None), ("convert", made)):
         monkeypatch.setattr(prepare_model, name, replacement)
     monkeypatch.setattr(sys, "argv", ["prepare_model", "--output", str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="not this model"):
@@ -134,6 +134,25 @@ def test_a_model_does_not_take_the_place_of_anything_else(tmp_path, monkeypatch)
     (tmp_path / "run" / "metrics.jsonl").unlink()
     prepare_model.main()
     assert (tmp_path / "run" / "config.json").read_text() == "made"
+
+
+def test_the_quickstart_s_model_has_the_special_tokens_and_the_template_of_its_package():
+    """As this version of transformers read them from the GGUF file."""
+    import prepare_model
+    from gguf import GGUFReader
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    folder = prepare_model.DEFAULT_OUTPUT
+    if not folder.is_dir():
+        pytest.skip("make setup has not prepared it")
+    fields = GGUFReader(prepare_model.find_gguf()).fields
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    special = {name: fields[f"tokenizer.ggml.{key}_token_id"].contents() for name, key in names.items()}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for source in (tokenizer, AutoConfig.from_pretrained(folder), GenerationConfig.from_pretrained(folder)):
+        assert {name: getattr(source, name) for name in special} == special
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.chat_template == fields["tokenizer.chat_template"].contents()
 
 
 def test_large_blocks_get_pages_of_their_own_until_the_first_step_is_done():

@@ -522,7 +522,7 @@ def test_overwrite_leaves_the_users_files(place, nothing_is_loaded, tmp_path):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(text)
     earlier_run(place, {**changes, "overwrite": True})
-    for file in ("metrics.jsonl", "report.html", "model/config.json", "model.aside/config.json", "wandb/latest"):
+    for file in ("metrics.jsonl", "curves.png", "model/config.json", "model.aside/config.json", "wandb/latest"):
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text("")
     earlier_run(place, {**changes, "overwrite": True})
