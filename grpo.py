@@ -475,14 +475,14 @@ def begin_turn(engine, episode: turns.Episode, version: int, stop_ids: list[int]
 # ------------------------------------------------------------------------------------------------- rollout, evaluation
 
 
-def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
+def collect(engine: Engine, verifiers: Verifiers, batch: Batch, phases: utils.Stopwatch) -> list[Sample]:
     """Run phases 2 to 4 of a requested batch. Returns all ranks' scored samples, sorted by prompt and sample number."""
     if batch.samples is None:
-        with clock("generate"):
+        with phases("generate"):
             for own, sample in engine.arrivals(batch):
                 # 3 score: at once, in another process, while the engine decodes the rest
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
-        with clock("score"):
+        with phases("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
 
@@ -492,7 +492,7 @@ def select(
     batch: Batch,
     queue: Queue,
     verifiers: Verifiers,
-    clock: utils.Stopwatch,
+    phases: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
@@ -510,7 +510,7 @@ def select(
         if not equal:
             break
         more = queue.ask(len(equal), f"{step}/{again}")
-        rounds.append(collect(queue.engine, verifiers, more, clock))
+        rounds.append(collect(queue.engine, verifiers, more, phases))
         source.record(more.chosen, more.samples)
         prompt_order.replace_groups(batch.problems, samples, more.problems, prompt_order.best_of(more.samples, group))
     metrics = prompt_order.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
@@ -522,15 +522,15 @@ def select(
 
 
 def evaluate(
-    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, clock: utils.Stopwatch, args: Args
+    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, phases: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
         return
-    with clock("eval"):
+    with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
-        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": clock.seconds["eval"]})
+        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), phases)
+    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -569,20 +569,20 @@ def main(args: Args, ready: Ready | None) -> None:
     moving = utils.moving_reference(reference, args)
     skips = SimpleNamespace(policy=0)  # number of consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
-    clock = utils.Phases(args, engine, reference, [policy], device)
+    phases = utils.Phases(args, engine, reference, [policy], device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
-    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, saving.save_model)
+    checkpoints = Checkpoints(log, args, run.tokenizer, phases, parts, saving.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
-    with clock("push"):
+    with phases("push"):
         engine.push(utils.engine_weights(policy, args))
     if done == 0:
-        evaluate(0, engine, verifiers, run.eval_problems, log, clock, args)
+        evaluate(0, engine, verifiers, run.eval_problems, log, phases, args)
     queue.resume(done)
-    clock.restart()
+    phases.restart()
     for step in range(done + 1, run.total_steps + 1):
         # 1 prompts: request this step's batch and, with --async_steps, later ones; all ranks draw the same prompts
         while queue.last < min(step + args.async_steps, run.total_steps):
@@ -591,8 +591,8 @@ def main(args: Args, ready: Ready | None) -> None:
         # 2 generate, 3 score: wait for the oldest batch that was requested
         # 4 gather: every rank gets all samples, ordered by prompt and sample number
         batch = queue.next()
-        collect(engine, verifiers, batch, clock)
-        samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
+        collect(engine, verifiers, batch, phases)
+        samples, data_metrics = select(step, batch, queue, verifiers, phases, args)
         offsets = batching.token_offsets(samples)  # response i has the tokens offsets[i]:offsets[i + 1] of the N
         slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
@@ -622,7 +622,7 @@ def main(args: Args, ready: Ready | None) -> None:
             known = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
-        with clock("logprobs"), torch.no_grad():
+        with phases("logprobs"), torch.no_grad():
             for mb in batching.micro_batches(samples, known, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
@@ -660,7 +660,7 @@ def main(args: Args, ready: Ready | None) -> None:
         # 7 update: epochs x mini-batches x micro-batches; token_loss adds the KL in the loss
         groups = sorted({samples[i].prompt_id for i in in_loss})
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N, kl_value)
-        with clock("update"):
+        with phases("update"):
             for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
                 lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)
@@ -694,8 +694,8 @@ def main(args: Args, ready: Ready | None) -> None:
         # 8 push: the engine answers later requests with the new weights
         if args.inflight_updates == "off":  # first let the engine finish its batches with the old weights
             for asked in queue.batches:
-                collect(engine, verifiers, asked, clock)
-        with clock("push"):
+                collect(engine, verifiers, asked, phases)
+        with phases("push"):
             engine.push(utils.engine_weights(policy, args))
         queue.request_probe()
         if moving is not None and step % moving.freq == 0:
@@ -704,7 +704,7 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # 9 record
         if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
-            evaluate(step, engine, verifiers, run.eval_problems, log, clock, args)
+            evaluate(step, engine, verifiers, run.eval_problems, log, phases, args)
         metrics = {
             "step": step,
             "episode": step * prompts * group,
@@ -713,17 +713,17 @@ def main(args: Args, ready: Ready | None) -> None:
             **kl_metrics,
             **sampler_metrics,
             **stats.metrics(lr),
-            **clock.metrics(offsets[-1], stats.totals["tokens"]),
+            **phases.metrics(offsets[-1], stats.totals["tokens"]),
             **engine.metrics,
         }
         log.step(metrics, samples, batch.problems)
-        clock.restart()  # the time of a checkpoint counts towards the next step
+        phases.restart()  # the time of a checkpoint counts towards the next step
         queue.update_state()
         if checkpoints.after_step(step):
             break
 
     if not checkpoints.stopping:
-        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
+        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, phases, args)
         saving.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
     utils.end_run(log, checkpoints.stopping, (engine, verifiers, log, watch))
 

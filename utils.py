@@ -832,7 +832,7 @@ def even_part(items: list[int], part: int, parts: int) -> set[int]:
 
 
 class Stopwatch:
-    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``.
+    """Seconds by phase: ``with phases("generate"): ...`` adds to ``phases.seconds["generate"]``.
 
     A phase inside another one (an evaluation also generates) counts as part of the outer one. A phase includes the GPU
     work that it started.
