@@ -615,22 +615,22 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # 5 log-probs: the reference's if there is one; old ones if updates > 1 or there is a KL in the reward
         first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may run one anyway
-        known = sorted({*with_gradient, *first_of_groups.values()})
+        need_logprobs = sorted({*with_gradient, *first_of_groups.values()})
         if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):
-            known = list(range(len(samples)))  # controller and group statistics need the KL of every response
+            need_logprobs = list(range(len(samples)))  # controller and group statistics need the KL of every response
         if reference is None and updates == 1:
-            known = []
+            need_logprobs = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with phases("logprobs"), torch.no_grad():
-            for mb in batching.micro_batches(samples, known, **run.placement):
+            for mb in batching.micro_batches(samples, need_logprobs, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
                         full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
-            if known:
+            if need_logprobs:
                 for array in (old_N, ref_N, full_kl_N):  # each token was computed on only one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, with_gradient, step, args, run)
@@ -651,8 +651,8 @@ def main(args: Args, ready: Ready | None) -> None:
                 advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
             kl_metrics["kl/reward_coef"] = kl.reward
-            if known:
-                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
+            if need_logprobs:
+                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, need_logprobs)
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage
         advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N

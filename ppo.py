@@ -908,20 +908,20 @@ def main(args: Args, ready: Ready | None) -> None:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
         # 5 log-probs: the reference's if there is one; old ones if updates > 1 or there is a KL in the reward
-        known = every_sample if kl.reward > 0 else in_loss
+        need_logprobs = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
-            known = []
+            need_logprobs = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with phases("logprobs"), torch.no_grad():
-            for mb in batching.micro_batches(samples, known, **run.placement):
+            for mb in batching.micro_batches(samples, need_logprobs, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
                         full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
-            if known:
+            if need_logprobs:
                 for array in (old_N, ref_N, full_kl_N):  # each token was computed on only one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, in_loss, step, args, run)
@@ -946,7 +946,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 kl_N = kl_value(args.kl_reward_estimator, old_N, old_N, ref_N)
             task_rewards_N -= kl.reward * kl_N[:-1].double().cpu()
             kl_metrics["kl/reward_coef"] = kl.reward
-            kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
+            kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, need_logprobs)
         values_N = normalizer.denormalize(outputs_N.double().cpu())
         after_B = normalizer.denormalize(after_B.double().cpu())
         after_B = torch.where(torch.tensor(bootstrap), after_B, 0.0)
