@@ -686,8 +686,8 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # all ranks decide the same
-                    deepspeed_zero.backward(policy, loss, mb.is_last, drop)
+                    skip = mb.is_last and stats.check_step(args.early_stop_imp_ratio)  # all ranks decide the same
+                    deepspeed_zero.backward(policy, loss, mb.is_last, skip)
                 stats.stepped(policy, skips, len(mini_with_gradient))
         log.check_skips(skips, samples)
 

@@ -994,8 +994,8 @@ def main(args: Args, ready: Ready | None) -> None:
                     value_stats.add(weights_T > 0, values)
                     if mb.is_last:
                         sums, _ = value_stats.reduce()
-                    drop = mb.is_last and not math.isfinite(sums["loss"])
-                    deepspeed_zero.backward(critic, loss, mb.is_last, drop)
+                    skip = mb.is_last and not math.isfinite(sums["loss"])
+                    deepspeed_zero.backward(critic, loss, mb.is_last, skip)
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1
@@ -1029,8 +1029,8 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # all ranks decide the same
-                    deepspeed_zero.backward(policy, loss, mb.is_last, drop)
+                    skip = mb.is_last and stats.check_step(args.early_stop_imp_ratio)  # all ranks decide the same
+                    deepspeed_zero.backward(policy, loss, mb.is_last, skip)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 

@@ -664,9 +664,10 @@ class UpdateStats:
         equal_T = own_T & fresh_T & (self.args.inflight_updates != "keep")
         self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
 
-    def drop(self, limit: float | None) -> bool:
+    def check_step(self, limit: float | None) -> bool:
         """Return True, identically on every rank, to skip an optimizer step. Call it after the step's last ``add``.
 
+        Sums the statistics over all ranks, and ends the run if the engine's log-probs differ from the trainer's.
         ``limit``: upper bound of the mean ratio; above it, this step and the rest of the update are skipped.
         """
         self.sums, self.maxima = self.mini.reduce()

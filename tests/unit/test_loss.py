@@ -149,7 +149,7 @@ class Steps:
         policy = SimpleNamespace(was_step_applied=lambda: applied, get_global_grad_norm=lambda: 1.0)
         loss_T, pieces = grpo.token_loss(self.tokens, 0.1, self.args)
         self.stats.add(SimpleNamespace(tokens=torch.arange(6)), self.tokens, loss_T, pieces | own)
-        self.stats.drop(None)
+        self.stats.check_step(None)
         self.stats.stepped(policy, self.skips, 2)
 
 
