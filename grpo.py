@@ -687,7 +687,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     skip = mb.is_last and stats.check_step(args.early_stop_imp_ratio)  # all ranks decide the same
-                    deepspeed_zero.backward(policy, loss, mb.is_last, skip)
+                    deepspeed_zero.backward_and_step(policy, loss, mb.is_last, skip)
                 stats.stepped(policy, skips, len(mini_with_gradient))
         log.check_skips(skips, samples)
 

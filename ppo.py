@@ -995,7 +995,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     if mb.is_last:
                         sums, _ = value_stats.reduce()
                     skip = mb.is_last and not math.isfinite(sums["loss"])
-                    deepspeed_zero.backward(critic, loss, mb.is_last, skip)
+                    deepspeed_zero.backward_and_step(critic, loss, mb.is_last, skip)
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1
@@ -1030,7 +1030,7 @@ def main(args: Args, ready: Ready | None) -> None:
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
                     skip = mb.is_last and stats.check_step(args.early_stop_imp_ratio)  # all ranks decide the same
-                    deepspeed_zero.backward(policy, loss, mb.is_last, skip)
+                    deepspeed_zero.backward_and_step(policy, loss, mb.is_last, skip)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 
