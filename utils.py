@@ -946,7 +946,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "reward/pass@k": len(solved) / len(rewards_PG),
         "reward/format": mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
-        "reward/errors": sum(s.reward_status == "crash" for s in samples),
+        "reward/crashes": sum(s.reward_status == "crash" for s in samples),
         "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
         "reward/zero_std_frac": equal_P.double().mean().item() if rewards_PG.shape[1] > 1 else None,
         "completions/length_mean": mean(lengths),

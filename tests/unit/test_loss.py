@@ -103,7 +103,7 @@ def test_what_could_not_be_scored_and_what_crashed_are_counted_apart():
     for sample, status in zip(samples, ["ok", "ok", "ok", "unscorable", "unscorable", "crash"], strict=True):
         sample.reward_status = status
     found = utils.sample_metrics(samples, torch.zeros(2, 3, dtype=torch.float64), 1)
-    assert (found["reward/unscorable"], found["reward/errors"]) == (2, 1)
+    assert (found["reward/unscorable"], found["reward/crashes"]) == (2, 1)
 
 
 def test_loss_weights(samples):
