@@ -46,16 +46,7 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process, user_files
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
-KLInLoss = Literal[
-    KLEstimator,
-    "k1+",
-    "k2+",
-    "k3+",
-    "k4+",
-    "abs+",
-    "kl+",
-    "low_var_kl+",
-]
+KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
 
 
 @flags.own_flags_first
@@ -66,11 +57,11 @@ class Args(flags.RunFlags):
     preset: str | None = None
     """Use the defaults of another framework, e.g. verl (docs/flags.md). All other flags take precedence."""
     total_steps: int = 20
-    """Number of training steps; each samples one batch and trains on it."""
+    """Train for this many steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Alternative to total_steps: total number of samples, rounded down to whole steps."""
+    """Train until this many samples in total, rounded down to whole steps. Replaces total_steps."""
     total_epochs: int | None = None
-    """Alternative to total_steps: number of epochs over the training problems, rounded down to whole steps."""
+    """Train for this many epochs over the training problems, rounded down to whole steps. Replaces total_steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -86,8 +77,8 @@ class Args(flags.RunFlags):
 
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """Advantage of a reward r in its group. standard: (r - mean) / (std + advantage_eps). centered: r - mean (Dr.
-    GRPO). leave_one_out: r - mean of the group's other rewards (RLOO)."""
+    """Turn the rewards r of a group into advantages. standard: (r - mean) / (std + advantage_eps). centered: r - mean
+    (Dr. GRPO). leave_one_out: r - mean of the group's other rewards (RLOO)."""
     advantage_eps: float = 1e-6
     """Number added to the standard deviation by which the advantage is divided."""
     filter_zero_std_samples: bool = False
@@ -95,7 +86,7 @@ class Args(flags.RunFlags):
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the loss and its normalization, but not from the group's statistics (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """Normalization of the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
+    """Normalize the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
     mean of sequence sums / max_response_length (Dr. GRPO)."""
     clip_lower: float = 0.2
     """Clip the probability ratio at 1 - clip_lower from below."""
@@ -104,7 +95,7 @@ class Args(flags.RunFlags):
     clip_ratio_c: float | None = None
     """Dual clip, e.g. 3: if a token's advantage is negative, limit its loss to this times |advantage|. Default: off."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus. The entropy of a token is that of its full distribution."""
+    """Add this times the entropy of each token's full distribution to the objective (entropy bonus). 0 disables."""
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
@@ -127,7 +118,7 @@ class Args(flags.RunFlags):
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_reward_norm: Literal["after_norm", "before_norm"] = "after_norm"
-    """Subtraction of the KL in the reward. after_norm: from normalized advantages. before_norm: from raw rewards."""
+    """Subtract the KL in the reward from normalized advantages (after_norm) or from raw rewards (before_norm)."""
     kl_target: tuple[float] | tuple[float, float] | None = None
     """TARGET [HORIZON]: adapt the KL coefficient (in the reward if there is one, else in the loss) to keep that KL near
     TARGET nats per token. A larger HORIZON (in sequences, default 10000) adapts more slowly. Default: off."""

@@ -51,16 +51,7 @@ from runtime.training import model_files
 CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
-KLInLoss = Literal[
-    KLEstimator,
-    "k1+",
-    "k2+",
-    "k3+",
-    "k4+",
-    "abs+",
-    "kl+",
-    "low_var_kl+",
-]
+KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
 
 
 @flags.own_flags_first
@@ -71,11 +62,11 @@ class Args(flags.RunFlags):
     preset: str | None = None
     """Use the defaults of another framework, e.g. verl (docs/flags.md). All other flags take precedence."""
     total_steps: int = 20
-    """Number of training steps; each samples one batch and trains on it."""
+    """Train for this many steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Alternative to total_steps: total number of samples, rounded down to whole steps."""
+    """Train until this many samples in total, rounded down to whole steps. Replaces total_steps."""
     total_epochs: int | None = None
-    """Alternative to total_steps: number of epochs over the training problems, rounded down to whole steps."""
+    """Train for this many epochs over the training problems, rounded down to whole steps. Replaces total_steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -95,7 +86,7 @@ class Args(flags.RunFlags):
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the policy's loss and its normalization (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """Normalization of the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
+    """Normalize the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
     mean of sequence sums / max_response_length (Dr. GRPO)."""
     clip_lower: float = 0.2
     """Clip the probability ratio at 1 - clip_lower from below."""
@@ -104,7 +95,7 @@ class Args(flags.RunFlags):
     clip_ratio_c: float | None = None
     """Dual clip, e.g. 3: if a token's advantage is negative, limit its loss to this times |advantage|. Default: off."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus. The entropy of a token is that of its full distribution."""
+    """Add this times the entropy of each token's full distribution to the objective (entropy bonus). 0 disables."""
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
@@ -144,7 +135,7 @@ class Args(flags.RunFlags):
     bootstrap_truncated: bool = False
     """Use the critic's value of a truncated response's last state as its future reward. Off: 0, as after EOS."""
     adv_norm: Literal["batch", "group", "none"] = "batch"
-    """Whitening of advantages. batch: over all tokens of the step. group: over the tokens of each prompt's responses.
+    """Whiten the advantages. batch: over all tokens of the step. group: over the tokens of each prompt's responses.
     none: no whitening. Truncated responses are included."""
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
