@@ -46,16 +46,7 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process, user_files
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
-KLInLoss = Literal[
-    KLEstimator,
-    "k1+",
-    "k2+",
-    "k3+",
-    "k4+",
-    "abs+",
-    "kl+",
-    "low_var_kl+",
-]
+KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
 
 
 @flags.own_flags_first
@@ -66,11 +57,11 @@ class Args(flags.RunFlags):
     preset: str | None = None
     """Use the defaults of another framework, e.g. verl (docs/flags.md). All other flags take precedence."""
     total_steps: int = 20
-    """Number of training steps; each samples one batch and trains on it."""
+    """Train for this many steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Alternative to total_steps: total number of samples, rounded down to whole steps."""
+    """Train until this many samples in total, rounded down to whole steps. Replaces total_steps."""
     total_epochs: int | None = None
-    """Alternative to total_steps: number of epochs over the training problems, rounded down to whole steps."""
+    """Train for this many epochs over the training problems, rounded down to whole steps. Replaces total_steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -86,8 +77,8 @@ class Args(flags.RunFlags):
 
     # ---- algorithm
     advantage_normalization_type: Literal["standard", "centered", "leave_one_out"] = "standard"
-    """Advantage of a reward r in its group. standard: (r - mean) / (std + advantage_eps). centered: r - mean (Dr.
-    GRPO). leave_one_out: r - mean of the group's other rewards (RLOO)."""
+    """Turn the rewards r of a group into advantages. standard: (r - mean) / (std + advantage_eps). centered: r - mean
+    (Dr. GRPO). leave_one_out: r - mean of the group's other rewards (RLOO)."""
     advantage_eps: float = 1e-6
     """Number added to the standard deviation by which the advantage is divided."""
     filter_zero_std_samples: bool = False
@@ -95,7 +86,7 @@ class Args(flags.RunFlags):
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the loss and its normalization, but not from the group's statistics (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """Normalization of the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
+    """Normalize the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
     mean of sequence sums / max_response_length (Dr. GRPO)."""
     clip_lower: float = 0.2
     """Clip the probability ratio at 1 - clip_lower from below."""
@@ -104,7 +95,7 @@ class Args(flags.RunFlags):
     clip_ratio_c: float | None = None
     """Dual clip, e.g. 3: if a token's advantage is negative, limit its loss to this times |advantage|. Default: off."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus. The entropy of a token is that of its full distribution."""
+    """Add this times the entropy of each token's full distribution to the objective (entropy bonus). 0 disables."""
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
@@ -127,7 +118,7 @@ class Args(flags.RunFlags):
     kl_reward_estimator: KLEstimator = "k1"
     """Estimator of the KL in the reward. Recommended: k1, since k2 and k3 push pi away from ref where pi < ref."""
     kl_reward_norm: Literal["after_norm", "before_norm"] = "after_norm"
-    """Subtraction of the KL in the reward. after_norm: from normalized advantages. before_norm: from raw rewards."""
+    """Subtract the KL in the reward from normalized advantages (after_norm) or from raw rewards (before_norm)."""
     kl_target: tuple[float] | tuple[float, float] | None = None
     """TARGET [HORIZON]: adapt the KL coefficient (in the reward if there is one, else in the loss) to keep that KL near
     TARGET nats per token. A larger HORIZON (in sequences, default 10000) adapts more slowly. Default: off."""
@@ -475,14 +466,14 @@ def begin_turn(engine, episode: turns.Episode, version: int, stop_ids: list[int]
 # ------------------------------------------------------------------------------------------------- rollout, evaluation
 
 
-def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
+def collect(engine: Engine, verifiers: Verifiers, batch: Batch, phases: utils.Stopwatch) -> list[Sample]:
     """Run phases 2 to 4 of a requested batch. Returns all ranks' scored samples, sorted by prompt and sample number."""
     if batch.samples is None:
-        with clock("generate"):
+        with phases("generate"):
             for own, sample in engine.arrivals(batch):
                 # 3 score: at once, in another process, while the engine decodes the rest
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
-        with clock("score"):
+        with phases("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
 
@@ -492,7 +483,7 @@ def select(
     batch: Batch,
     queue: Queue,
     verifiers: Verifiers,
-    clock: utils.Stopwatch,
+    phases: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
@@ -510,7 +501,7 @@ def select(
         if not equal:
             break
         more = queue.ask(len(equal), f"{step}/{again}")
-        rounds.append(collect(queue.engine, verifiers, more, clock))
+        rounds.append(collect(queue.engine, verifiers, more, phases))
         source.record(more.chosen, more.samples)
         prompt_order.replace_groups(batch.problems, samples, more.problems, prompt_order.best_of(more.samples, group))
     metrics = prompt_order.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
@@ -522,15 +513,15 @@ def select(
 
 
 def evaluate(
-    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, clock: utils.Stopwatch, args: Args
+    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, phases: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
         return
-    with clock("eval"):
+    with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
-        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": clock.seconds["eval"]})
+        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), phases)
+    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -569,20 +560,20 @@ def main(args: Args, ready: Ready | None) -> None:
     moving = utils.moving_reference(reference, args)
     skips = SimpleNamespace(policy=0)  # number of consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
-    clock = utils.Phases(args, engine, reference, [policy], device)
+    phases = utils.Phases(args, engine, reference, [policy], device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
-    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, saving.save_model)
+    checkpoints = Checkpoints(log, args, run.tokenizer, phases, parts, saving.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
-    with clock("push"):
+    with phases("push"):
         engine.push(utils.engine_weights(policy, args))
     if done == 0:
-        evaluate(0, engine, verifiers, run.eval_problems, log, clock, args)
+        evaluate(0, engine, verifiers, run.eval_problems, log, phases, args)
     queue.resume(done)
-    clock.restart()
+    phases.restart()
     for step in range(done + 1, run.total_steps + 1):
         # 1 prompts: request this step's batch and, with --async_steps, later ones; all ranks draw the same prompts
         while queue.last < min(step + args.async_steps, run.total_steps):
@@ -591,8 +582,8 @@ def main(args: Args, ready: Ready | None) -> None:
         # 2 generate, 3 score: wait for the oldest batch that was requested
         # 4 gather: every rank gets all samples, ordered by prompt and sample number
         batch = queue.next()
-        collect(engine, verifiers, batch, clock)
-        samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
+        collect(engine, verifiers, batch, phases)
+        samples, data_metrics = select(step, batch, queue, verifiers, phases, args)
         offsets = batching.token_offsets(samples)  # response i has the tokens offsets[i]:offsets[i + 1] of the N
         slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
@@ -615,22 +606,22 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # 5 log-probs: the reference's if there is one; old ones if updates > 1 or there is a KL in the reward
         first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may run one anyway
-        known = sorted({*with_gradient, *first_of_groups.values()})
+        need_logprobs = sorted({*with_gradient, *first_of_groups.values()})
         if kl.reward > 0 and (kl.controller is not None or args.kl_reward_norm == "before_norm"):
-            known = list(range(len(samples)))  # controller and group statistics need the KL of every response
+            need_logprobs = list(range(len(samples)))  # controller and group statistics need the KL of every response
         if reference is None and updates == 1:
-            known = []
+            need_logprobs = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
-        with clock("logprobs"), torch.no_grad():
-            for mb in batching.micro_batches(samples, known, **run.placement):
+        with phases("logprobs"), torch.no_grad():
+            for mb in batching.micro_batches(samples, need_logprobs, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
                         full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
-            if known:
+            if need_logprobs:
                 for array in (old_N, ref_N, full_kl_N):  # each token was computed on only one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, with_gradient, step, args, run)
@@ -651,8 +642,8 @@ def main(args: Args, ready: Ready | None) -> None:
                 advantages_PG = group_advantages(rewards_PG - sequence_kl_PG, kind, args.advantage_eps)
                 penalty_N = torch.zeros_like(penalty_N)
             kl_metrics["kl/reward_coef"] = kl.reward
-            if known:
-                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
+            if need_logprobs:
+                kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, need_logprobs)
         for sample, advantage in zip(samples, advantages_PG.flatten().tolist(), strict=True):
             sample.advantage = advantage
         advantages_N = batching.per_token([s.advantage for s in samples], offsets, device) - penalty_N
@@ -660,7 +651,7 @@ def main(args: Args, ready: Ready | None) -> None:
         # 7 update: epochs x mini-batches x micro-batches; token_loss adds the KL in the loss
         groups = sorted({samples[i].prompt_id for i in in_loss})
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N, kl_value)
-        with clock("update"):
+        with phases("update"):
             for epoch, mini in itertools.product(range(args.num_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * updates + epoch * args.num_mini_batches + mini
                 lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)
@@ -686,16 +677,16 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # all ranks decide the same
-                    deepspeed_zero.backward(policy, loss, mb.is_last, drop)
+                    skip = mb.is_last and stats.check_step(args.early_stop_imp_ratio)  # all ranks decide the same
+                    deepspeed_zero.backward_and_step(policy, loss, mb.is_last, skip)
                 stats.stepped(policy, skips, len(mini_with_gradient))
         log.check_skips(skips, samples)
 
         # 8 push: the engine answers later requests with the new weights
         if args.inflight_updates == "off":  # first let the engine finish its batches with the old weights
             for asked in queue.batches:
-                collect(engine, verifiers, asked, clock)
-        with clock("push"):
+                collect(engine, verifiers, asked, phases)
+        with phases("push"):
             engine.push(utils.engine_weights(policy, args))
         queue.request_probe()
         if moving is not None and step % moving.freq == 0:
@@ -704,7 +695,7 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # 9 record
         if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
-            evaluate(step, engine, verifiers, run.eval_problems, log, clock, args)
+            evaluate(step, engine, verifiers, run.eval_problems, log, phases, args)
         metrics = {
             "step": step,
             "episode": step * prompts * group,
@@ -713,17 +704,17 @@ def main(args: Args, ready: Ready | None) -> None:
             **kl_metrics,
             **sampler_metrics,
             **stats.metrics(lr),
-            **clock.metrics(offsets[-1], stats.totals["tokens"]),
+            **phases.metrics(offsets[-1], stats.totals["tokens"]),
             **engine.metrics,
         }
         log.step(metrics, samples, batch.problems)
-        clock.restart()  # the time of a checkpoint counts towards the next step
+        phases.restart()  # the time of a checkpoint counts towards the next step
         queue.update_state()
         if checkpoints.after_step(step):
             break
 
     if not checkpoints.stopping:
-        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
+        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, phases, args)
         saving.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
     utils.end_run(log, checkpoints.stopping, (engine, verifiers, log, watch))
 

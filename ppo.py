@@ -51,16 +51,7 @@ from runtime.training import model_files
 CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
-KLInLoss = Literal[
-    KLEstimator,
-    "k1+",
-    "k2+",
-    "k3+",
-    "k4+",
-    "abs+",
-    "kl+",
-    "low_var_kl+",
-]
+KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
 
 
 @flags.own_flags_first
@@ -71,11 +62,11 @@ class Args(flags.RunFlags):
     preset: str | None = None
     """Use the defaults of another framework, e.g. verl (docs/flags.md). All other flags take precedence."""
     total_steps: int = 20
-    """Number of training steps; each samples one batch and trains on it."""
+    """Train for this many steps; each samples one batch and trains on it."""
     total_episodes: int | None = None
-    """Alternative to total_steps: total number of samples, rounded down to whole steps."""
+    """Train until this many samples in total, rounded down to whole steps. Replaces total_steps."""
     total_epochs: int | None = None
-    """Alternative to total_steps: number of epochs over the training problems, rounded down to whole steps."""
+    """Train for this many epochs over the training problems, rounded down to whole steps. Replaces total_steps."""
 
     # ---- batch sizes
     num_unique_prompts_rollout: int = 8
@@ -95,7 +86,7 @@ class Args(flags.RunFlags):
     mask_truncated_completions: bool = True
     """Exclude truncated responses from the policy's loss and its normalization (DAPO)."""
     loss_norm: Literal["token", "sequence", "constant"] = "token"
-    """Normalization of the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
+    """Normalize the loss. token: mean over tokens (DAPO). sequence: mean of sequence means (GRPO). constant:
     mean of sequence sums / max_response_length (Dr. GRPO)."""
     clip_lower: float = 0.2
     """Clip the probability ratio at 1 - clip_lower from below."""
@@ -104,7 +95,7 @@ class Args(flags.RunFlags):
     clip_ratio_c: float | None = None
     """Dual clip, e.g. 3: if a token's advantage is negative, limit its loss to this times |advantage|. Default: off."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus. The entropy of a token is that of its full distribution."""
+    """Add this times the entropy of each token's full distribution to the objective (entropy bonus). 0 disables."""
     early_stop_imp_ratio: float | None = None
     """Skip an optimizer step whose mean ratio exceeds this, and all later steps on the same batch. Default: off."""
     truncated_importance_sampling_ratio_cap: float | None = None
@@ -144,7 +135,7 @@ class Args(flags.RunFlags):
     bootstrap_truncated: bool = False
     """Use the critic's value of a truncated response's last state as its future reward. Off: 0, as after EOS."""
     adv_norm: Literal["batch", "group", "none"] = "batch"
-    """Whitening of advantages. batch: over all tokens of the step. group: over the tokens of each prompt's responses.
+    """Whiten the advantages. batch: over all tokens of the step. group: over the tokens of each prompt's responses.
     none: no whitening. Truncated responses are included."""
     critic_learning_rate: float = 1e-4
     """Peak learning rate of the critic."""
@@ -765,14 +756,14 @@ def begin_turn(engine, episode: turns.Episode, version: int, stop_ids: list[int]
 # ------------------------------------------------------------------------------------------------- rollout, evaluation
 
 
-def collect(engine: Engine, verifiers: Verifiers, batch: Batch, clock: utils.Stopwatch) -> list[Sample]:
+def collect(engine: Engine, verifiers: Verifiers, batch: Batch, phases: utils.Stopwatch) -> list[Sample]:
     """Run phases 2 to 4 of a requested batch. Returns all ranks' scored samples, sorted by prompt and sample number."""
     if batch.samples is None:
-        with clock("generate"):
+        with phases("generate"):
             for own, sample in engine.arrivals(batch):
                 # 3 score: at once, in another process, while the engine decodes the rest
                 own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
-        with clock("score"):
+        with phases("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
 
@@ -782,7 +773,7 @@ def select(
     batch: Batch,
     queue: Queue,
     verifiers: Verifiers,
-    clock: utils.Stopwatch,
+    phases: utils.Stopwatch,
     args: Args,
 ) -> tuple[list[Sample], dict]:
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
@@ -800,7 +791,7 @@ def select(
         if not equal:
             break
         more = queue.ask(len(equal), f"{step}/{again}")
-        rounds.append(collect(queue.engine, verifiers, more, clock))
+        rounds.append(collect(queue.engine, verifiers, more, phases))
         source.record(more.chosen, more.samples)
         prompt_order.replace_groups(batch.problems, samples, more.problems, prompt_order.best_of(more.samples, group))
     metrics = prompt_order.draw_metrics(rounds, len(batch.problems)) if args.dynamic_sampling_rounds > 0 else {}
@@ -812,15 +803,15 @@ def select(
 
 
 def evaluate(
-    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, clock: utils.Stopwatch, args: Args
+    step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, phases: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
     if not problems:
         return
-    with clock("eval"):
+    with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
-        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), clock)
-    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": clock.seconds["eval"]})
+        samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), phases)
+    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]})
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -865,21 +856,21 @@ def main(args: Args, ready: Ready | None) -> None:
     skips = SimpleNamespace(policy=0, critic=0)  # number of consecutive optimizer steps that were not applied
     queue = Queue(engine, prompt_order.Prompts(run.problems, args), prompt_order.sampling(args), args)
     trainers = [policy] if critic is None else [policy, critic]
-    clock = utils.Phases(args, engine, reference, trainers, device)
+    phases = utils.Phases(args, engine, reference, trainers, device)
     log = utils.open_log(args, run)
     parts = {"policy": policy, "reference": moving, "controller": kl.controller, "skips": skips}
     parts |= {"prompts": queue.source.state, "progress": queue.state}
     parts |= {"critic": critic, "normalizer": normalizer}
-    checkpoints = Checkpoints(log, args, run.tokenizer, clock, parts, saving.save_model)
+    checkpoints = Checkpoints(log, args, run.tokenizer, phases, parts, saving.save_model)
 
     done = checkpoints.load(run.start)
     engine.version = done
-    with clock("push"):
+    with phases("push"):
         engine.push(utils.engine_weights(policy, args))
     if done == 0:
-        evaluate(0, engine, verifiers, run.eval_problems, log, clock, args)
+        evaluate(0, engine, verifiers, run.eval_problems, log, phases, args)
     queue.resume(done)
-    clock.restart()
+    phases.restart()
     for step in range(done + 1, run.total_steps + 1):
         # 1 prompts: request this step's batch and, with --async_steps, later ones; all ranks draw the same prompts
         while queue.last < min(step + args.async_steps, run.total_steps):
@@ -888,8 +879,8 @@ def main(args: Args, ready: Ready | None) -> None:
         # 2 generate, 3 score: wait for the oldest batch that was requested
         # 4 gather: every rank gets all samples, ordered by prompt and sample number
         batch = queue.next()
-        collect(engine, verifiers, batch, clock)
-        samples, data_metrics = select(step, batch, queue, verifiers, clock, args)
+        collect(engine, verifiers, batch, phases)
+        samples, data_metrics = select(step, batch, queue, verifiers, phases, args)
         offsets = batching.token_offsets(samples)  # response i has the tokens offsets[i]:offsets[i + 1] of the N
         slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
@@ -908,20 +899,20 @@ def main(args: Args, ready: Ready | None) -> None:
             in_loss = [i for i in in_loss if samples[i].finish_reason != "length"]
 
         # 5 log-probs: the reference's if there is one; old ones if updates > 1 or there is a KL in the reward
-        known = every_sample if kl.reward > 0 else in_loss
+        need_logprobs = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
-            known = []
+            need_logprobs = []
         old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
-        with clock("logprobs"), torch.no_grad():
-            for mb in batching.micro_batches(samples, known, **run.placement):
+        with phases("logprobs"), torch.no_grad():
+            for mb in batching.micro_batches(samples, need_logprobs, **run.placement):
                 if updates > 1 or kl.reward > 0:
                     old_N[mb.tokens], _, full_kl_T = policy(mb, full_in_reward)
                     if full_kl_T is not None:
                         full_kl_N[mb.tokens] = full_kl_T
                 if reference is not None:
                     ref_N[mb.tokens] = reference(mb)[0]
-            if known:
+            if need_logprobs:
                 for array in (old_N, ref_N, full_kl_N):  # each token was computed on only one rank
                     dist.all_reduce(array)
             sampler_metrics = utils.check_engines(policy, engine, samples, in_loss, step, args, run)
@@ -933,7 +924,7 @@ def main(args: Args, ready: Ready | None) -> None:
         after_B = torch.zeros(len(samples), device=device)
         bootstrap = [args.bootstrap_truncated and s.finish_reason == "length" for s in samples]
         if critic is not None:
-            with clock("logprobs"):
+            with phases("logprobs"):
                 outputs_N, after_B = values_of(critic, samples, bootstrap, **run.placement)
 
         # 6 advantages: one per token. They are whitened over all responses, also those outside the loss, so that EOS
@@ -946,7 +937,7 @@ def main(args: Args, ready: Ready | None) -> None:
                 kl_N = kl_value(args.kl_reward_estimator, old_N, old_N, ref_N)
             task_rewards_N -= kl.reward * kl_N[:-1].double().cpu()
             kl_metrics["kl/reward_coef"] = kl.reward
-            kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)
+            kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, need_logprobs)
         values_N = normalizer.denormalize(outputs_N.double().cpu())
         after_B = normalizer.denormalize(after_B.double().cpu())
         after_B = torch.where(torch.tensor(bootstrap), after_B, 0.0)
@@ -974,7 +965,7 @@ def main(args: Args, ready: Ready | None) -> None:
         critic_epochs = 0 if critic is None else critic_args.num_epochs
         critic_updates = critic_epochs * args.num_mini_batches
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N, kl_value)
-        with clock("update"):
+        with phases("update"):
             # The critic's optimizer steps come first; they do not affect those of the policy.
             for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):
                 optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
@@ -994,8 +985,8 @@ def main(args: Args, ready: Ready | None) -> None:
                     value_stats.add(weights_T > 0, values)
                     if mb.is_last:
                         sums, _ = value_stats.reduce()
-                    drop = mb.is_last and not math.isfinite(sums["loss"])
-                    deepspeed_zero.backward(critic, loss, mb.is_last, drop)
+                    skip = mb.is_last and not math.isfinite(sums["loss"])
+                    deepspeed_zero.backward_and_step(critic, loss, mb.is_last, skip)
                 value_totals.update(sums, rounds=1)
                 applied_to_critic = critic.was_step_applied()
                 skips.critic = 0 if applied_to_critic else skips.critic + 1
@@ -1029,16 +1020,16 @@ def main(args: Args, ready: Ready | None) -> None:
                     loss_T, pieces = token_loss(tokens, kl.loss, args)
                     stats.add(mb, tokens, loss_T, pieces)
                     loss = (loss_T * tokens.weights_T).sum() * run.world_size  # DeepSpeed takes the mean over ranks
-                    drop = mb.is_last and stats.drop(args.early_stop_imp_ratio)  # all ranks decide the same
-                    deepspeed_zero.backward(policy, loss, mb.is_last, drop)
+                    skip = mb.is_last and stats.check_step(args.early_stop_imp_ratio)  # all ranks decide the same
+                    deepspeed_zero.backward_and_step(policy, loss, mb.is_last, skip)
                 stats.stepped(policy, skips, len(mini_in_loss))
         log.check_skips(skips, samples)
 
         # 8 push: the engine answers later requests with the new weights
         if args.inflight_updates == "off":  # first let the engine finish its batches with the old weights
             for asked in queue.batches:
-                collect(engine, verifiers, asked, clock)
-        with clock("push"):
+                collect(engine, verifiers, asked, phases)
+        with phases("push"):
             engine.push(utils.engine_weights(policy, args))
         queue.request_probe()
         if moving is not None and step % moving.freq == 0:
@@ -1047,7 +1038,7 @@ def main(args: Args, ready: Ready | None) -> None:
 
         # 9 record
         if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
-            evaluate(step, engine, verifiers, run.eval_problems, log, clock, args)
+            evaluate(step, engine, verifiers, run.eval_problems, log, phases, args)
         metrics = {
             "step": step,
             "episode": step * prompts * group,
@@ -1057,7 +1048,7 @@ def main(args: Args, ready: Ready | None) -> None:
             **sampler_metrics,
             **stats.metrics(lr),
             **value_metrics,
-            **clock.metrics(offsets[-1], stats.totals["tokens"]),
+            **phases.metrics(offsets[-1], stats.totals["tokens"]),
             **engine.metrics,
         }
         if value_totals["rounds"] > 0:
@@ -1065,13 +1056,13 @@ def main(args: Args, ready: Ready | None) -> None:
             metrics["value/clip_frac"] = value_totals["clipped"] / value_totals["tokens"]
             metrics["value/lr"] = critic_lr
         log.step(metrics, samples, batch.problems)
-        clock.restart()  # the time of a checkpoint counts towards the next step
+        phases.restart()  # the time of a checkpoint counts towards the next step
         queue.update_state()
         if checkpoints.after_step(step):
             break
 
     if not checkpoints.stopping:
-        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, clock, args)
+        evaluate(run.total_steps, engine, verifiers, run.eval_problems, log, phases, args)
         saving.save_model(policy, run.tokenizer, run.folder / "model", args.zero_stage, run.rank)
         if critic is not None:
             saving.save_critic(critic, normalizer, run.tokenizer, run.folder / "critic", args.zero_stage, run.rank)

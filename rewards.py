@@ -7,7 +7,7 @@ time-out, so a response that sends a parser into an endless loop costs one sampl
     returns a Reward       used as it is; a number is a Reward of that score
     raises                 score 0, status "unscorable", counted in reward/unscorable; the first traceback is shown
     runs out of time       score 0, status "timeout", counted in reward/timeouts
-    kills its process      score 0, status "crash", counted in reward/errors; so does running out of memory
+    kills its process      score 0, status "crash", counted in reward/crashes; so does running out of memory
 
 Whatever a response says, the run continues. What is wrong with the data or with a verifier ends it at the start:
 every truth must pass its own verifier, and a verifier of the user's own must not raise on the first row.

@@ -664,9 +664,10 @@ class UpdateStats:
         equal_T = own_T & fresh_T & (self.args.inflight_updates != "keep")
         self.mini.add_sampler_diff(equal_T, (t.old_T - t.sampler_T).abs(), self.engine_N[mb.tokens])
 
-    def drop(self, limit: float | None) -> bool:
+    def check_step(self, limit: float | None) -> bool:
         """Return True, identically on every rank, to skip an optimizer step. Call it after the step's last ``add``.
 
+        Sums the statistics over all ranks, and ends the run if the engine's log-probs differ from the trainer's.
         ``limit``: upper bound of the mean ratio; above it, this step and the rest of the update are skipped.
         """
         self.sums, self.maxima = self.mini.reduce()
@@ -832,7 +833,7 @@ def even_part(items: list[int], part: int, parts: int) -> set[int]:
 
 
 class Stopwatch:
-    """Seconds by phase: ``with clock("generate"): ...`` adds to ``clock.seconds["generate"]``.
+    """Seconds by phase: ``with phases("generate"): ...`` adds to ``phases.seconds["generate"]``.
 
     A phase inside another one (an evaluation also generates) counts as part of the outer one. A phase includes the GPU
     work that it started.
@@ -945,7 +946,7 @@ def sample_metrics(samples: list[Sample], rewards_PG: torch.Tensor, step: int) -
         "reward/pass@k": len(solved) / len(rewards_PG),
         "reward/format": mean([s.reward_parts["format"] for s in samples if "format" in s.reward_parts]),
         "reward/timeouts": sum(s.reward_status == "timeout" for s in samples),
-        "reward/errors": sum(s.reward_status == "crash" for s in samples),
+        "reward/crashes": sum(s.reward_status == "crash" for s in samples),
         "reward/unscorable": sum(s.reward_status == "unscorable" for s in samples),
         "reward/zero_std_frac": equal_P.double().mean().item() if rewards_PG.shape[1] > 1 else None,
         "completions/length_mean": mean(lengths),

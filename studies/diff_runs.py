@@ -210,7 +210,7 @@ class Tracer:
         watch(script, "token_loss", "7 update", first_argument, result_of_loss)
         if hasattr(script, "value_loss"):
             watch(script, "value_loss", "7 update", first_argument, result_of_loss)
-        watch(deepspeed_zero, "backward", "7 update", summed_loss)
+        watch(deepspeed_zero, "backward_and_step", "7 update", summed_loss)
         watch(deepspeed.DeepSpeedEngine, "step", "7 update", gradients, weights)
         watch(Engine, "push", "8 push", handed_over, in_engine)
         watch(RunLog, "evaluation", "9 record", repeatable)

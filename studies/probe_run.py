@@ -139,7 +139,7 @@ class Recorder:
         watching.watch(utils.UpdateStats, "__init__", self.begin)
         watching.watch(script, "loss_weights", self.weigh)
         watching.watch(utils.UpdateStats, "add", self.add)
-        watching.watch(zero, "backward", self.backward)
+        watching.watch(zero, "backward_and_step", self.backward)
         watching.watch(deepspeed.DeepSpeedEngine, "step", self.step)
 
     def recorder_of(self, name: str, plain: Callable) -> Callable:

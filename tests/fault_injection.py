@@ -59,7 +59,7 @@ from runtime.run import directory, run_files
 LIMIT = 300.0  # seconds that anything may take
 TIMEOUT = 60  # --timeout of the runs: vLLM has to be built within it, also on a busy machine
 PAUSE = 0.5  # seconds after a step of the tiny model, of which a second would have a dozen: faults need time, too
-COSTS = ("reward/errors", "reward/timeouts", "reward/unscorable", "optim/skipped", "env/failures")
+COSTS = ("reward/crashes", "reward/timeouts", "reward/unscorable", "optim/skipped", "env/failures")
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 

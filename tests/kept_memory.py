@@ -53,7 +53,7 @@ def bytes_per_parameter(place: str, args: grpo.Args, passes: tuple[bool, ...], w
     policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
     x = torch.randn(4, width, dtype=dtype, device=place)
     for is_last in passes:
-        deepspeed_zero.backward(policy, policy(x).float().square().mean(), is_last)
+        deepspeed_zero.backward_and_step(policy, policy(x).float().square().mean(), is_last)
     return (live_bytes(place) - empty) / (LAYERS * width * width)
 
 

@@ -77,7 +77,7 @@ class RunFlags:
     save_minutes: float = 30.0
     """Also write a checkpoint after a step if the last checkpoint is older than this many minutes. 0 disables."""
     keep_checkpoints: int = 2
-    """Number of recent checkpoints to keep, in addition to the one with the best evaluation. 0 keeps all."""
+    """Keep this many recent checkpoints, in addition to the one with the best evaluation. 0 keeps all."""
     resume: str = "auto"
     """auto: resume from the newest intact checkpoint of this run if the code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
@@ -87,7 +87,7 @@ class RunFlags:
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, or "runs" without it."""
     run_name: str | None = None
-    """Name of this run's folder. Default: exp_name, the arguments that differ from their defaults, and the seed."""
+    """Name of this run's folder. Default: exp_name, numbers and choices that differ from the defaults, and the seed."""
     overwrite: bool = False
     """Delete an existing run of the same name and start again."""
     dry_run: bool = False
@@ -96,7 +96,7 @@ class RunFlags:
     """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
     uses the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
     log_samples: int = 4
-    """Number of samples per step written to samples.jsonl; some are also printed every 10 steps. 0 disables both."""
+    """Write this many samples per step to samples.jsonl, and print some of them every 10 steps. 0 disables both."""
 
     # ---- model
     model_name_or_path: str = "models/SmolLM2-135M-Instruct"
@@ -114,33 +114,33 @@ class RunFlags:
     CPUs bfloat16 if a test at the start finds it more than 1.4 times as fast as float32, else float32. float16 needs a
     GPU and uses loss scaling."""
     attn_implementation: str = "auto"
-    """Attention kernel: a name in transformers (eager, sdpa, flex_attention, flash_attention_2), varlen (PyTorch kernel
-    for packed rows) or grouped (eager with a matrix product per KV head). auto: chosen by device, dtype and layout."""
+    """Attend by eager, sdpa, flex_attention or flash_attention_2 of transformers, varlen (PyTorch kernel for packed
+    rows) or grouped (eager with a matrix product per KV head). auto: chosen by device, dtype and layout."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Training is about a third slower and needs much less memory."""
 
     # ---- data
     dataset: str = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1&min_answer=0"
-    """Training data: reasoning_gym:NAME?key=value; a .jsonl, .json, .parquet or .csv file; a folder from save_to_disk;
+    """Train on this: reasoning_gym:NAME?key=value; a .jsonl, .json, .parquet or .csv file; a folder of save_to_disk;
     or a hub id (ID:CONFIGURATION, ID@SPLIT; default train). {"a": 0.5, "b": 500}: half of a, 500 rows of b."""
     eval_dataset: str | None = None
-    """Evaluation data. Its first eval_prompts problems are used and never trained on. A JSON object sets the number for
-    each source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
+    """Evaluate on the first eval_prompts problems of this, which are never trained on. A JSON object has a number per
+    source: {"a": 32, "b": 1.0} takes 32 rows of a and all of b. Default: problems held out from --dataset."""
     prompt_key: str | None = None
-    """Column of the prompt: text or a list of chat messages. Default: detected from the columns, else "question"."""
+    """Read the prompt, text or chat messages, from this column. Default: detected from the columns, else "question"."""
     ground_truth_key: str | None = None
-    """Column of the ground truth. Default: detected from the columns, else "answer"."""
+    """Read the ground truth from this column. Default: detected from the columns, else "answer"."""
     system_prompt: str | None = None
-    """System message; "" for none. Default: a row's own, else a built-in one for some data (e.g. MATH, chain_sum)."""
+    """Use this system message; "" for none. Default: a row's own, else a built-in one (e.g. for MATH, chain_sum)."""
     chat_template: str | None = None
-    """Chat template: path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none (plain text).
-    Default: the tokenizer's. A JSON object sets template variables, e.g. {"enable_thinking": false} for Qwen3."""
+    """Use this chat template: path of a Jinja file, or chatml, tulu, r1 (think tags), question_answer or none (plain
+    text). Default: the tokenizer's. A JSON object sets variables of it, e.g. {"enable_thinking": false} for Qwen3."""
     max_prompt_length: int = 256
     """Maximum prompt length in tokens, including the chat template."""
     overlong_prompts: Literal["error", "drop", "left", "right"] = "error"
-    """Handling of prompts above max_prompt_length. error: stop at the start. drop: skip. left, right: cut that side."""
+    """Handle prompts above max_prompt_length. error: stop at the start. drop: skip them. left, right: cut that side."""
     bad_rows: Literal["error", "drop"] = "error"
-    """Handling of rows without a prompt or with an invalid ground truth. error: stop at the start. drop: skip."""
+    """Handle rows without a prompt or with an invalid ground truth. error: stop at the start. drop: skip."""
     generation_size: int | None = None
     """Sample this many responses per prompt and train on the best num_samples_per_prompt_rollout of them, by reward."""
     dynamic_sampling_rounds: int = 0
@@ -151,10 +151,10 @@ class RunFlags:
 
     # ---- rewards
     verifier: str | None = None
-    """Name of a verifier (docs/data_and_rewards.md), or path/to/file.py:function, called as function(response,
-    ground_truth, row); separate several by commas. Default: detected from the data's columns."""
+    """Score responses by last_number, exact, gsm8k, math, countdown, reasoning_gym, format, ifeval or code, or by your
+    path/to/file.py:function(response, ground_truth, row); separate several by commas. Default: by the data."""
     verifier_key: str | None = None
-    """Column that names each row's verifiers; --verifier applies to rows where the column is empty."""
+    """Read the names of each row's verifiers from this column; --verifier applies to rows where the column is empty."""
     reward_weights: tuple[str, ...] = ()
     """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). With NAME=gate, all other rewards
     count only if the reward NAME is 1."""
@@ -163,10 +163,10 @@ class RunFlags:
     random: permute rewards within a step. format: score only the response's format. shuffled: use another problem's
     ground truth. inverted: negate the reward."""
     call_timeout: float = 10.0
-    """Timeout in seconds of each call of a verifier, tool or environment. A call that takes longer is killed. The score
+    """End each call of a verifier, tool or environment that takes longer than this many seconds. The score
     of a verifier is then 0, and the model sees an error message in place of the output of a tool or environment."""
     check_verifier_status: bool = False
-    """Stop with an error if no score in a step is above 0, which usually means a broken verifier or prompt."""
+    """Stop with an error if no score in a step is above 0, as if the verifier were broken. The name is AReaL's."""
     allow_unsafe_code_exec: bool = False
     """If the kernel has no namespaces for the sandbox, run responses' code unsandboxed, with resource limits only."""
     reward_model_name_or_path: str | None = None
@@ -181,7 +181,7 @@ class RunFlags:
     max_reward_clip: float | None = None
     """Clip the reward to [-X, X]. Default: off."""
     mask_no_eos_with_zero: bool = True
-    """Give truncated responses a score of 0, regardless of their text."""
+    """Give truncated responses a score of 0, regardless of their text. The name is AReaL's; nothing is masked."""
     non_stop_penalty: float = 0.0
     """Subtract this from the reward of a truncated response."""
     overlong_buffer: int = 0
@@ -189,7 +189,7 @@ class RunFlags:
 
     # ---- environments
     environment: str | None = None
-    """Multi-turn environment: path/to/file.py:Class with reset(...), tools or turn(...), and possibly get_reward()."""
+    """Play this multi-turn environment: path/to/file.py:Class with reset(...), tools or turn(...), get_reward()."""
     max_turns: int = 8
     """Maximum number of model turns in a response. max_response_length limits all turns and observations together."""
 
@@ -207,9 +207,9 @@ class RunFlags:
     temperature: float = 1.0
     """Sampling temperature; the trainer computes log-probs at the same temperature."""
     rollout: Literal["vllm", "hf"] = "vllm"
-    """Generation backend. vllm: the vLLM engine. hf: transformers' generate(), which is slow but needs no vLLM."""
+    """Sample by this backend. vllm: the vLLM engine. hf: transformers' generate(), which is slow but needs no vLLM."""
     async_steps: int = 0
-    """Asynchronous sampling: samples may be up to this many steps stale; 1 or 2 is usual. 0: synchronous, so every
+    """Sample ahead, so that samples are up to this many steps stale; 1 or 2 is usual. 0: synchronous, so every
     batch is sampled with the current weights."""
     inflight_updates: Literal["off", "recompute", "keep"] = "off"
     """Push weights while responses are being generated. off: push only between batches. recompute: recompute the KV
@@ -237,14 +237,14 @@ class RunFlags:
     micro_batch_tokens: int | None = None
     """Maximum tokens, padding included, of a pass on a device. Default: 512 on CPUs; on GPUs what fits, up to 16384."""
     batch_layout: Literal["auto", "shared", "padded", "packed"] = "auto"
-    """Rows of a micro-batch. shared: samples of a group share a row, which computes common prefixes once. padded: each
+    """Arrange samples in rows. shared: a group shares a row, in which its prompt is computed once. padded: each
     sample has its own row. packed: one row without padding. auto: shared if possible, otherwise padded or packed."""
     zero_stage: Literal[1, 2, 3] = 2
     """DeepSpeed ZeRO stage. 1: shard optimizer states. 2: also gradients. 3: also parameters. Stage 0 is not supported,
     because DeepSpeed does not detect NaN gradients there."""
     offload: tuple[Literal["optimizer", "param", "ref"], ...] = ()
-    """Tensors to keep in CPU memory. optimizer: master weights and optimizer states. param: parameters (needs ZeRO 3).
-    ref: the reference model, which is on the GPU only during its passes."""
+    """Keep these tensors in CPU memory. optimizer: master weights and optimizer states. param: parameters (needs ZeRO
+    3). ref: the reference model, which is on the GPU only during its passes."""
 
     # Typed values of structured flags, each parsed once. ``check`` reads all of them: exit code 2 if one is invalid.
     model = cached_property(lambda args: ModelName.parse(str(args.model_name_or_path)))
@@ -302,11 +302,13 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         name = user_files.find("runtime.arguments.presets:asked_for")(cls, words)
         default = user_files.find("runtime.arguments.presets:apply")(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
-    try:
-        args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
-    except BrokenPipeError:  # as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+    if {"-h", "--help"} & {*words}:
+        try:
+            user_files.find("runtime.arguments.help_text:print_help")(cls, description, words, options, OPEN)
+        except BrokenPipeError:  # as in `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0)
+    args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
     named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     changed = {key for key in fields if default is not None and getattr(default, key) != getattr(cls, key, None)}
     args.flags_set = frozenset(named | changed)

@@ -67,12 +67,12 @@ class Checkpoints:
     None is left out. What is in no part follows from the seed and the step: samples, learning rate.
     """
 
-    def __init__(self, log, args, tokenizer, clock, parts: dict, save_weights: Callable):
+    def __init__(self, log, args, tokenizer, phases, parts: dict, save_weights: Callable):
         self.save_weights = save_weights
         self.log = log
         self.args = args
         self.tokenizer = tokenizer
-        self.clock = clock
+        self.phases = phases
         self.folder = log.folder / "checkpoints"
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
@@ -162,7 +162,7 @@ class Checkpoints:
         due = self.args.save_every > 0 and step % self.args.save_every == 0
         saved = False
         if self.stopping or late or due:
-            with self.clock("save"):
+            with self.phases("save"):
                 saved = self.save(step)
         if step == self.log.total and not self.stopping:
             process.StopRequest.last_step_done = True

@@ -36,15 +36,15 @@ LEFT = (
 
 
 def run_name(args, defaults) -> str:
-    """Name of a run: its ``exp_name``, every argument of its identity that differs from its default, and the seed.
+    """Name of a run: its ``exp_name``, the numbers and choices of its identity that differ from the defaults, the seed.
 
-    With ``--preset NAME`` the defaults are those that it sets. What follows from model and data is not named. The same
-    command always has the same name, and a command that computes something else never has it. A long name ends in a
-    hash of the rest.
+    Texts that differ, such as paths and columns, are in a hash, and so is the end of a long name. With a preset the
+    defaults are those that it sets. What follows from model and data is not named. The same command always has the
+    same name, and a command that computes something else never has it.
     """
     if args.run_name is not None:
         return args.run_name
-    parts = []
+    named, texts = [], []
     if args.preset is not None:
         defaults = user_files.find("runtime.arguments.presets:apply")(defaults, args.preset)
     values = redact_values({f.name: identity_value(f.name, getattr(args, f.name)) for f in dataclasses.fields(args)})
@@ -53,17 +53,19 @@ def run_name(args, defaults) -> str:
         default = identity_value(f.name, getattr(defaults, f.name))
         unnamed = f.name in (*MAY_CHANGE, "exp_name", "reward_control", "seed") or is_open(args, f.name)
         if not unnamed and value != default:
-            parts.append(f"{f.name}={value}")
-    text = "__".join(parts)
+            is_text = f.type in ("str", "str | None") and f.name != "preset"
+            (texts if is_text else named).append(f"{f.name}={value}")
+    text = "__".join(named)
     safe = "".join(c if c.isalnum() or c in "=_.,+-" else "-" for c in text)
     begin = args.exp_name  # never cut off
     if args.reward_control != "none":
         begin += f"__reward_control={args.reward_control}"
     ends = (begin, f"seed={args.seed}")
     room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
-    if len(safe) > 120 or safe != text or len(safe.encode()) > room:
+    if texts or len(safe) > 120 or safe != text or len(safe.encode()) > room:
         beginning = safe[:100].encode()[: room - 9].decode(errors="ignore")
-        safe = f"{beginning}-{hashlib.sha256(os.fsencode(text)).hexdigest()[:8]}"
+        digest = hashlib.sha256(os.fsencode("__".join([*named, *texts]))).hexdigest()[:8]
+        safe = f"{beginning}-{digest}".removeprefix("-")
     return "__".join(filter(None, (ends[0], safe, ends[1])))
 
 

@@ -264,7 +264,7 @@ def dither_masters(engine):
 
 
 def clear_dropped_gradients(engine) -> None:
-    """Forget the gradients of the last optimizer step if DeepSpeed dropped it. ``backward`` calls it after each.
+    """Forget the gradients of a step that DeepSpeed dropped. ``backward_and_step`` calls it after each optimizer step.
 
     DeepSpeed 0.19.8 does so itself except in bf16 under ZeRO 1 and 2 with the optimizer offloaded: there the sums of
     averaged gradients keep their NaN, which would also drop every later step.
@@ -330,7 +330,7 @@ def set_learning_rate(engine, rate: float) -> None:
         group["lr"] = rate
 
 
-def backward(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> None:
+def backward_and_step(engine, loss: torch.Tensor, is_last: bool, drop: bool = False) -> None:
     """Run the backward pass of a micro-batch and, after the last one of a mini-batch, the optimizer step.
 
     ``drop``: do not take it. DeepSpeed skips a step whose gradient is not finite, on every rank: this is the only way

@@ -95,7 +95,7 @@ def make_policy(args: grpo.Args, chosen: choices.Choices, device: torch.device):
 def compute(policy, batch) -> None:
     """Compute the gradients of a micro-batch."""
     logprobs_T, _, _ = policy(batch)
-    deepspeed_zero.backward(policy, logprobs_T.sum(), batch.is_last)
+    deepspeed_zero.backward_and_step(policy, logprobs_T.sum(), batch.is_last)
 
 
 def take_steps(case: Case, folder: Path, size: float | None) -> dict:

@@ -431,7 +431,7 @@ def wrap(owner, name: str, kind: str) -> None:
 
 def watch_phases() -> None:
     """Follow the phases of a run and the micro-batches of an update."""
-    enter, restart, backward = utils.Stopwatch.__call__, utils.Stopwatch.restart, deepspeed_zero.backward
+    enter, restart, backward = utils.Stopwatch.__call__, utils.Stopwatch.restart, deepspeed_zero.backward_and_step
     plan = batching.micro_batches
 
     @contextmanager
@@ -464,7 +464,7 @@ def watch_phases() -> None:
     batching.micro_batches = planned
     utils.Stopwatch.__call__ = phase
     utils.Stopwatch.restart = restarted
-    deepspeed_zero.backward = counted
+    deepspeed_zero.backward_and_step = counted
 
 
 def install() -> torch.library.Library:

@@ -27,7 +27,7 @@ class Watched:
     def __init__(self, monkeypatch):
         self.critic = None
         self.steps: dict[str, list[tuple[float, float, float]]] = {"policy": [], "critic": []}
-        make, backward = ppo.make_critic, deepspeed_zero.backward
+        make, backward = ppo.make_critic, deepspeed_zero.backward_and_step
 
         def spy_make(*arguments):
             self.critic = make(*arguments)
@@ -42,7 +42,7 @@ class Watched:
             backward(engine, loss, is_last, *rest)
 
         monkeypatch.setattr(ppo, "make_critic", spy_make)
-        monkeypatch.setattr(deepspeed_zero, "backward", spy_backward)
+        monkeypatch.setattr(deepspeed_zero, "backward_and_step", spy_backward)
 
 
 @pytest.fixture(scope="module")

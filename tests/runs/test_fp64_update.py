@@ -25,14 +25,14 @@ class Recorder:
         self.loss = 0.0
         for owner, name in (
             (utils.UpdateStats, "__init__"),
-            (deepspeed_zero, "backward"),
+            (deepspeed_zero, "backward_and_step"),
             (deepspeed.DeepSpeedEngine, "step"),
             (logger.RunLog, "step"),
         ):
             patch.setattr(owner, name, getattr(owner, name))  # which undoes the watching
         patch.setattr(utils, "ADAM_EPS", ADAM_EPS)
         watching.watch(utils.UpdateStats, "__init__", before=self.begin)
-        watching.watch(deepspeed_zero, "backward", before=self.add)
+        watching.watch(deepspeed_zero, "backward_and_step", before=self.add)
         watching.watch(deepspeed.DeepSpeedEngine, "step", before=self.optimizer_step)
         watching.watch(logger.RunLog, "step", after=self.end)
 

@@ -94,14 +94,14 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
     others = [line for line in removed if not line.startswith("#") and not any(word in line for word in about_groups)]
     assert others == [
         "skips = SimpleNamespace(policy=0)  # number of consecutive optimizer steps that were not applied",
-        "clock = utils.Phases(args, engine, reference, [policy], device)",
+        "phases = utils.Phases(args, engine, reference, [policy], device)",
         "in_loss = list(range(len(samples)))",
         "if reference is None and args.entropy_coef == 0:",
         "first_of_groups = {samples[i].prompt_id: i for i in reversed(in_loss)}  # phase 7 may run one anyway",
-        "known = list(range(len(samples)))  # controller and group statistics need the KL of every response",
+        "need_logprobs = list(range(len(samples)))  # controller and group statistics need the KL of every response",
         "kind = args.advantage_normalization_type",
-        "if known:",
-        'kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, known)',
+        "if need_logprobs:",
+        'kl_metrics["kl/reward"] = rollout_kl(kl_N, offsets, need_logprobs)',
         "groups = sorted({samples[i].prompt_id for i in in_loss})",
         "lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)",
         "if not mini_in_loss or stats.stopped:",

@@ -44,7 +44,7 @@ accelerator = deepspeed_zero.make_accelerator(args, dtype, torch.device("cpu"))
 empty = [storage() for storage, _ in live()]
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(32)]).to(dtype)
 policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
-deepspeed_zero.backward(policy, policy(torch.randn(4, 512, dtype=dtype)).float().square().mean(), True)
+deepspeed_zero.backward_and_step(policy, policy(torch.randn(4, 512, dtype=dtype)).float().square().mean(), True)
 count = 32 * 512 * 512
 bucket = 4 * 2 * 20_000_000  # two buckets at most, which do not grow with the model
 before = [(storage, size) for storage, size in live() if not any(storage() is old for old in empty)]
@@ -88,7 +88,7 @@ RUN = {"eval_every": 1, "save_every": 2, "num_mini_batches": 2, "learning_rate":
 def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, changes):
     """Every number, sample and weight; each sampling finds the trainer asleep, each update awake."""
     states = []
-    plain = deepspeed_zero.backward
+    plain = deepspeed_zero.backward_and_step
 
     def spy(engine, *rest):
         states.append(bool(engine.optimizer.offloaded_states))
@@ -97,7 +97,7 @@ def test_a_run_that_sleeps_is_the_same_run(tiny, tmp_path, monkeypatch, script, 
     args = tiny_args(tiny, tmp_path / "awake", script, **RUN, **changes)
     run_here(args, script)
     awake = record(folder_of(args, script))
-    monkeypatch.setattr(deepspeed_zero, "backward", spy)
+    monkeypatch.setattr(deepspeed_zero, "backward_and_step", spy)
     args = tiny_args(tiny, tmp_path / "asleep", script, vllm_sleep="all", **RUN, **changes)
     run_here(args, script)
     assert record(folder_of(args, script)) == awake
@@ -162,7 +162,7 @@ def test_on_a_gpu_the_trainer_leaves_it(tmp_path):
     model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(32)]).bfloat16().cuda()
     policy, _ = accelerator.prepare(model, utils.make_optimizer(model.parameters(), 1e-3, args))
     probe = torch.randn(4, 2048, dtype=torch.bfloat16, device="cuda")
-    deepspeed_zero.backward(policy, policy(probe).float().square().mean(), True)
+    deepspeed_zero.backward_and_step(policy, policy(probe).float().square().mean(), True)
     expected = policy(probe)
     before = torch.cuda.memory_allocated()
     deepspeed_zero.leave_gpu([policy])

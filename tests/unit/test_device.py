@@ -160,7 +160,7 @@ def test_an_offloaded_optimizer_has_its_share_of_the_cores(monkeypatch, launched
 def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
     """DeepSpeed's own scaling, here on a CPU: gradients as in fp32, a step that is dropped leaves the scale alone."""
     found = []
-    plain_backward, plain_loss, calls = deepspeed_zero.backward, grpo.token_loss, itertools.count()
+    plain_backward, plain_loss, calls = deepspeed_zero.backward_and_step, grpo.token_loss, itertools.count()
 
     def backward(engine, *rest):
         plain_backward(engine, *rest)
@@ -179,7 +179,7 @@ def test_fp16_is_trained_with_a_scaled_loss(tiny, tmp_path, monkeypatch):
     exact = run_here(tiny_args(tiny, tmp_path / "exact", **changes))
     monkeypatch.setattr(deepspeed.accelerator.get_accelerator(), "is_fp16_supported", lambda: True, raising=False)
     monkeypatch.setattr(pretrained, "resolve_device", lambda args: (torch.device("cpu"), torch.float16, "eager"))
-    monkeypatch.setattr(deepspeed_zero, "backward", backward)
+    monkeypatch.setattr(deepspeed_zero, "backward_and_step", backward)
     monkeypatch.setattr(grpo, "token_loss", third_is_poisoned)
     half = run_here(tiny_args(tiny, tmp_path / "half", dtype="float16", **changes))
     print(found, [(m["optim/grad_norm"], m["sampler/logprob_diff_mean"]) for m in half if m["optim/steps"]])
@@ -270,10 +270,10 @@ def test_what_deepspeed_is_asked_in_a_backward_pass(monkeypatch):
         step=lambda: order.append("step"),
     )
     monkeypatch.setattr(deepspeed_zero, "clear_dropped_gradients", lambda engine: order.append("clear"))
-    deepspeed_zero.backward(engine, torch.zeros(()), False)
+    deepspeed_zero.backward_and_step(engine, torch.zeros(()), False)
     assert order == [False, "backward"]
     order.clear()
-    deepspeed_zero.backward(engine, torch.zeros(()), True)
+    deepspeed_zero.backward_and_step(engine, torch.zeros(()), True)
     assert order == [True, "backward", "step", "clear"]
 
 

@@ -103,7 +103,7 @@ def test_what_could_not_be_scored_and_what_crashed_are_counted_apart():
     for sample, status in zip(samples, ["ok", "ok", "ok", "unscorable", "unscorable", "crash"], strict=True):
         sample.reward_status = status
     found = utils.sample_metrics(samples, torch.zeros(2, 3, dtype=torch.float64), 1)
-    assert (found["reward/unscorable"], found["reward/errors"]) == (2, 1)
+    assert (found["reward/unscorable"], found["reward/crashes"]) == (2, 1)
 
 
 def test_loss_weights(samples):
@@ -149,7 +149,7 @@ class Steps:
         policy = SimpleNamespace(was_step_applied=lambda: applied, get_global_grad_norm=lambda: 1.0)
         loss_T, pieces = grpo.token_loss(self.tokens, 0.1, self.args)
         self.stats.add(SimpleNamespace(tokens=torch.arange(6)), self.tokens, loss_T, pieces | own)
-        self.stats.drop(None)
+        self.stats.check_step(None)
         self.stats.stepped(policy, self.skips, 2)
 
 

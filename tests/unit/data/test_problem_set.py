@@ -260,6 +260,8 @@ def test_the_form_of_a_name():
     assert directory.run_name(Args(), Args()) == "grpo__seed=1"
     assert directory.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
     assert directory.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
+    texts = Args(dataset="tickets.jsonl", prompt_key="ticket_text", temperature=0.7)
+    assert re.fullmatch(r"grpo__temperature=0.7-\w{8}__seed=1", directory.run_name(texts, Args()))
     assert set(flags.PRESENTATION) == {
         *("output_dir", "run_name", "dry_run", "overwrite", "track", "log_samples", "save_every"),
         *("resume", "save_minutes", "keep_checkpoints"),
@@ -267,10 +269,10 @@ def test_the_form_of_a_name():
 
 
 def test_long_and_strange_names():
-    long = [directory.run_name(Args(system_prompt="x" * 500 + end), Args()) for end in "ab"]
+    long = [directory.run_name(Args(stop_strings=("x" * 500 + end,)), Args()) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(name.encode()) < 200 for name in long)
-    letters = [directory.run_name(Args(system_prompt=c * 500, exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
+    letters = [directory.run_name(Args(stop_strings=(c * 500,), exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
     assert all(len(os.fsencode(name)) <= 255 for name in letters), "bytes, of which a letter may have four"
     slashes = [directory.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
     assert slashes[0] != slashes[1]

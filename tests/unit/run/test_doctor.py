@@ -26,7 +26,7 @@ def healthy_step(step: int, noise: random.Random) -> dict[str, float]:
         "reward/mean": correct,
         "reward/correct": correct,
         "reward/timeouts": 0,
-        "reward/errors": 0,
+        "reward/crashes": 0,
         "reward/unscorable": 0,
         "reward/format": 0.97,
         "reward/zero_std_frac": 0.1 + 0.3 * progress,
