@@ -24,8 +24,6 @@ FOUND = {
     "KL sign": "KL k3+, fresh",
     "KL of k3 with a wrong sign": "KL k3, fresh",
     "detached ratio": "gradient",
-    "loss detached": "gradient",
-    "ratio to itself": "inputs",
     "ratio to the sampler": "inputs",
     "sign of the loss": "fresh samples",
     "clip on the wrong side": "side of the clip",
@@ -35,14 +33,9 @@ FOUND = {
     "equal groups without the mask": "equal rewards",
     "gae across responses": "gae, other responses",
     "critic learns away from returns": "critic's loss",
-    "critic's loss detached": "critic's loss",
-    "flag no longer read": "--clip_higher",
     "bounds of the clip swapped": "--clip_lower",
-    "standard deviation over the wrong axis": "rewards of other groups",
     "entropy penalized": "--entropy_coef",
-    "importance weight not truncated": "--truncated_importance_sampling_ratio_cap",
     "importance weight inverted": "--truncated_importance_sampling_ratio_cap",
-    "importance weight with gradient": "--truncated_importance_sampling_ratio_cap",
     "leave one out divided": "--advantage_normalization_type",
     "length of another sample in loss_norm sequence": "--loss_norm",
     "dual clip on positive advantages": "--clip_ratio_c",
@@ -127,7 +120,7 @@ def test_a_variant_is_named(name, tmp_path):
 def test_every_edit_applies():
     for edit in (*MISTAKES, *ALSO, *HARMLESS):
         compile(edit.text(), edit.name, "exec")
-    assert len(MISTAKES) == 10 and len(HARMLESS) >= 20
+    assert len(MISTAKES) == 10 and len(HARMLESS) >= 12
     with pytest.raises(ValueError, match="no longer has"):
         script_edits.harmless("gone", ("no such text", "")).text()
 
