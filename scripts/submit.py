@@ -46,7 +46,6 @@ from runtime.system import git
 from runtime.system.redaction import SECRET_NAME, form_of_secret
 
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
-SHELL_ONLY = {"source", ".", "cd", "export", "set", "unset", "eval", "alias", "ulimit", "umask", "module", "exit"}
 HELD = 73  # exit code: this command still waits or runs (EX_CANTCREAT)
 GOING = re.compile("PENDING|RUNNING|SUSPENDED|COMPLETING|CONFIGURING|REQUEUE|STAGE_OUT|STOPPED|PREEMPTED|SIGNALING")
 # Variables that a launcher or an allocation around this shell has set, and that would be wrong in the job.
@@ -206,18 +205,12 @@ def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
 
 
 def check_command(words: list[str]) -> None:
-    """Reject a command that would do nothing and still exit with 0, or that is no command."""
+    """Reject what is no command."""
     *before, last = split_at("&&", words)
     if not last or not all(before):
         refuse(f"{shlex.join(words)}: && needs a command before it and one after it")
     if len(last) == 1 and re.search(r"\s", last[0]) and not Path(last[0]).exists():
         refuse(f"{last[0]!r}: a whole command in one word; leave the quotes out, or write: -- bash -c {last[0]!r}")
-    if last[0] in SHELL_ONLY:
-        refuse(
-            f"{shlex.join(last)}: `{last[0]}` changes the shell it runs in and nothing else; name the program after "
-            f"it: {shlex.join(last)} \\&\\& python FILE.py (the backslashes keep this shell from reading &&), or use "
-            f"--setup '{shlex.join(last)}'"
-        )
 
 
 def check_script(words: list[str], folder: Path) -> None:

@@ -378,17 +378,12 @@ def test_every_rank_is_started_whatever_stands_before_python(prefix, processes, 
 @pytest.mark.parametrize(
     "words, says",
     [
-        ("source setup.sh", "`source` changes the shell it runs in and nothing else"),
-        ("export A=1", "`export` changes the shell"),
-        ("bash setup.sh '&&' cd there", "`cd` changes the shell"),
         ("source setup.sh '&&'", "&& needs a command before it and one after it"),
         ("'&&' python grpo.py", "&& needs a command before it and one after it"),
-        ("source setup.sh ';' python grpo.py", "`source` changes the shell it runs in and nothing else"),
         ("'source setup.sh && python grpo.py'", "a whole command in one word"),
     ],
 )
-def test_what_would_train_nothing_is_refused(words, says, capsys):
-    """Each of these ended with 0, its command marked as finished."""
+def test_what_is_no_command_is_refused(words, says, capsys):
     assert says in refused(capsys, "--backend", "local", "--dry_run", "--", *shlex.split(words))
 
 
