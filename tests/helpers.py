@@ -351,7 +351,6 @@ def go_back(folder: Path, step: int) -> None:
     for later, path in directory.saved_steps(folder):
         if later > step:
             shutil.rmtree(path)
-    process.write_whole(folder / "checkpoints" / "latest", f"step_{step:06d}\n")
 
 
 def change_config(folder: Path, code: str | None = None, **args) -> Path:
@@ -383,17 +382,15 @@ def other_step(state: str) -> str:
     return re.sub(r'"step": (\d)', lambda found: f'"step": {9 - int(found[1])}', state)
 
 
-# Kind -> (what is done to the newest checkpoint, what a resume says of it, whether the one before is taken).
+# Kind -> (what is done to the newest checkpoint, what a resume says of it).
 DAMAGE = {
-    "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written", True),
-    "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not", True),
-    "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing", True),
-    "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing", True),
-    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read", True),
-    "a changed state": (lambda c: rewrite(c / "state.json", other_step), "state.json has changed", True),
-    "an unfinished save": (lambda c: c.rename(c.with_name(c.name + ".partial")), "the save was not finished", True),
-    "an empty latest": (lambda c: rewrite(c.parent / "latest", lambda _: ""), "does not name step_", False),
-    "no latest": (lambda c: (c.parent / "latest").unlink(), "does not name step_", False),
+    "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written"),
+    "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not"),
+    "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing"),
+    "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read"),
+    "a changed state": (lambda c: rewrite(c / "state.json", other_step), "state.json has changed"),
+    "an unfinished save": (lambda c: c.rename(c.with_name(c.name + ".partial")), "the save was not finished"),
 }
 
 

@@ -281,12 +281,11 @@ class Checkpoints:
         files[str(path.relative_to(partial))] = (path.stat().st_size, process.file_digest(path))
 
     def _finish(self, files: dict, partial: Path, final: Path) -> None:
-        """Write the manifest, then rename, then write ``latest``: wherever this ends, an earlier one is intact."""
+        """Write the manifest, then rename: wherever this ends, an earlier one is intact."""
         for log in self.log.folder.glob("*.jsonl"):  # a resume keeps their lines up to this step, and must find them
             process.sync(log)
         process.write_whole(partial / "manifest.json", json.dumps({"files": files}, indent=1) + "\n")
         process.replace_folder(final, partial)
-        process.write_whole(self.folder / "latest", final.name + "\n")
         if "RUN_DIR" in os.environ:  # of a job of scripts/submit.py, which starts it again if it crashes after this
             with contextlib.suppress(OSError):
                 Path(os.environ["RUN_DIR"], "saved").touch()

@@ -307,9 +307,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
             f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
             f"this run's work; --run_name starts another next to it"
         )
-    named = folder / "checkpoints" / "latest"
-    if start is not None and (not named.is_file() or named.read_text().strip() != start.name):
-        print_on_rank_0(f"{named} does not name {start.name}, the newest intact checkpoint")
     return start
 
 
