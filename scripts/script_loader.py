@@ -37,7 +37,8 @@ def load_arguments(path: Path) -> ModuleType:
 def check(path: Path) -> None:
     """Exit with code 2 where a path is no script's."""
     if path.suffix != ".py" or not path.is_file():
-        process.refuse(f"{path} is not a script; give one and its arguments: grpo.py --beta 0.03")
+        wrong = "is not a script" if path.exists() else "no such file"
+        process.refuse(f"{path}: {wrong}; give a script and its arguments: grpo.py --beta 0.03")
 
 
 def top_level(tree: ast.Module) -> list[str]:

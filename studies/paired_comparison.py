@@ -298,12 +298,21 @@ def told(ends: dict[str, list[tuple[float, float]]], line: str, metric: str, pro
     return "\n".join(rows)
 
 
+def check_models(arms: list[Arm]) -> None:
+    """Reject a model of the test bed that has not been made, before anything runs: exit code 2."""
+    for arm in arms:
+        model = arm.args(1).model_name_or_path
+        if model.startswith("models/testbed") and not Path(model).is_dir():
+            process.refuse(f"{model} is missing: `make testbed` makes it, once, in about four minutes")
+
+
 def compare_controls(line: str, shared: list[str], options: argparse.Namespace) -> int:
     """Run a command line and its controls with all seeds, and print what they gain."""
     arms = {}
     for name in CONTROLS:
         if name in ("none", *(options.controls or CONTROLS)):
             arms[name] = Arm(f"{line} --reward_control {name}", shared)
+    check_models(list(arms.values()))
     code = run(list(arms.values()), options.seeds, options.lanes, lambda seeds: False)
     if code:
         return code
@@ -330,6 +339,7 @@ def main() -> int:
     other = Arm(options.against, shared)
     if mine.folder(1) == other.folder(1):
         process.refuse(f"{options.mine} and {options.against} are one and the same run: there is nothing to compare")
+    check_models([mine, other])
     differences: list[float] = []
     values: set[float] = set()
 

@@ -2,6 +2,8 @@
 
     python studies/rehearse_gpu_run.py h200:8 grpo.py --model_name_or_path Qwen/Qwen2.5-7B-Instruct \\
         --dataset openai/gsm8k
+    python studies/rehearse_gpu_run.py table                         the tables of docs/recipes.md
+    python studies/rehearse_gpu_run.py table --max_prompt_length 2048       with flags of grpo.py
 
 CARD:COUNT, a training script and its flags. Memory is the bound of docs/maintainers/memory.md, seconds
 follow from data sheets: both are computed, not measured. What does not fit is rejected, with exit code 2.
@@ -11,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import script_loader
 
+import grpo
 from runtime.arguments import flags
 from runtime.run import logger
 from runtime.system import process
@@ -36,9 +39,13 @@ class Card:
     link: float
 
 
-# NVIDIA's data sheets (RTX 4090: the whitepaper of the Ada architecture): products without sparsity and with sums in
-# fp32; the SXM form where there is one. Links, one way: NVLink of the SXM cards, PCIe 4.0 x16 of the others.
+# NVIDIA's data sheets (GeForce: twice the rate of fp32, as its whitepapers say): products without sparsity and with
+# sums in fp32; the SXM form where there is one. Links, one way: NVLink of the SXM cards, otherwise PCIe x16.
 CARDS = {
+    "rtx4060": Card(8, 30e12, 0.272e12, 16e9),
+    "rtx3060": Card(12, 25e12, 0.360e12, 32e9),
+    "t4": Card(16, 65e12, 0.320e12, 16e9),
+    "rtx3090": Card(24, 71e12, 0.936e12, 32e9),
     "rtx4090": Card(24, 165e12, 1.008e12, 32e9),
     "a10": Card(24, 125e12, 0.600e12, 32e9),
     "a100-40": Card(40, 312e12, 1.555e12, 300e9),
@@ -61,8 +68,9 @@ def step_seconds(args, model: Model, setting: memory.Setting, size, card: Card, 
     """Seconds of each phase of a step of responses of ``mean`` tokens, computed: nobody has measured one.
 
     Products take 2 FLOP per parameter and token forward, 4 backward, and 2 more where activations are computed again;
-    attention's scores are left out. For each token of the longest response an engine reads its weights, and for each
-    of any response the keys and values before it. Gradients are reduced after each micro-batch, within one node.
+    attention's scores are left out. For each token of the longest response an engine reads its weights, once for each
+    part of the responses that its cache holds, and for each token of any response the keys and values before it.
+    Gradients are reduced after each micro-batch, within one node.
     """
     ranks = setting.ranks
     prompts = args.num_unique_prompts_rollout / ranks
@@ -80,7 +88,9 @@ def step_seconds(args, model: Model, setting: memory.Setting, size, card: Card, 
     served = samples * ranks / engines
     keys = model.cache_numbers * setting.itemsize
     before = args.max_prompt_length + mean / 2
-    read = args.max_response_length * weights
+    _, cache = memory.engine_memory(args, model, setting, size.vllm_gpu_memory_utilization)
+    waves = max(1, served * (args.max_prompt_length + mean) * keys / cache) if cache else 1
+    read = waves * args.max_response_length * weights
     read += served * mean * before * keys
     read /= args.vllm_tensor_parallel_size
 
@@ -148,8 +158,76 @@ def foretell(args, model: Model | None, kind: str, gpus: int, problems: int) -> 
     print("           computed, not measured; without start, evaluations and checkpoints")
 
 
+def transformer(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, size: int, vocabulary: int):
+    """Return the ``Model`` of a published config.json. A head of more than 4 * 10^8 numbers is not tied."""
+    layer = 2 * hidden * size * (heads + kv_heads) + 3 * hidden * intermediate
+    head = hidden * vocabulary
+    parameters = layers * layer + head * (1 + (head > 4e8))
+    return Model(parameters, layers, hidden, intermediate, heads, kv_heads, size, vocabulary)
+
+
+MODELS = {
+    "Qwen3-0.6B": transformer(28, 1024, 3072, 16, 8, 128, 151_936),
+    "Llama-3.2-1B": transformer(16, 2048, 8192, 32, 8, 64, 128_256),
+    "Qwen3-1.7B": transformer(28, 2048, 6144, 16, 8, 128, 151_936),
+    "Qwen3-4B": transformer(36, 2560, 9728, 32, 8, 128, 151_936),
+    "Qwen3-8B": transformer(36, 4096, 12_288, 32, 8, 128, 151_936),
+}
+ONE_GPU = ("rtx4060", "rtx3060", "t4", "rtx3090", "rtx4090", "a10", "l40s", "a100", "h100")
+# Letters of the table: they take less memory and more time. Sets of them, in the order in which they are tried.
+LETTERS = {
+    "C": {"gradient_checkpointing": True},
+    "S": {"vllm_sleep": "engine"},
+    "K": {"vllm_args": '{"kv_cache_memory_bytes": 2000000000}'},
+    "L": {"vllm_args": '{"kv_cache_memory_bytes": 1000000000}'},
+    "O": {"offload": ("optimizer",)},
+}
+LADDER = ("", "C", "CS", "CSK", "CSO", "CSKO", "CSLO")
+FILES = 2 + 2 + 3 * 16  # bytes of a parameter on the disk: as downloaded, as saved, and in three checkpoints
+
+
+def table_row(args, name: str, kind: str, gpus: int) -> str:
+    """Return a row of the table."""
+    model, card = MODELS[name], CARDS[kind]
+    setting = memory.Setting(gpus, 2, card.gb * 1e9)
+
+    def lettered(letters: str):
+        return replace(args, **{flag: value for letter in letters for flag, value in LETTERS[letter].items()})
+
+    def first(ladder: tuple[str, ...]) -> str | None:
+        return next((each for each in ladder if memory.first_fit(lettered(each), model, setting)), None)
+
+    # Adapters have next to no gradients and states: with O, the bound of the complete model is without them, too.
+    lora = first(("O", "OC", "OCK", "OCL"))
+    adapters = "-" if lora is None else f"yes {lora[1:]}".strip()
+    letters = first(LADDER)
+    if letters is None:
+        return f"| {gpus} x {kind} | {name} | does not fit | | | | | {adapters} |"
+    chosen = lettered(letters)
+    _, size, needed = planned(chosen, model, gpus, card.gb)
+    seconds = step_seconds(chosen, model, setting, size, card, round(MEAN * args.max_response_length))
+    host = gpus * memory.host_memory(chosen, model, setting)
+    disk = FILES * model.parameters
+    numbers = f"{needed / 1e9:.0f} | {host / 1e9:.0f} | {whole_step(seconds, chosen) / 60:.1f} | {disk / 1e9:.0f}"
+    return f"| {gpus} x {kind} | {name} | {letters or 'none'} | {numbers} | {adapters} |"
+
+
+def print_table(words: list[str]) -> None:
+    """Print the table of cards and models, for 64 prompts of at most 256 tokens and 8 responses to each."""
+    lengths = ["--max_prompt_length", "256", "--max_response_length", "1024", "--num_unique_prompts_rollout", "64"]
+    args = flags.parse(grpo.Args, words=[*lengths, *words])
+    columns = ("GPU", "model", "letters", "GPU GB", "host GB", "minutes a step", "disk GB", "LoRA")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for kind, gpus in [*((kind, 1) for kind in ONE_GPU), ("h100", 8)]:
+        for name in MODELS:
+            print(table_row(args, name, kind, gpus))
+
+
 def main(words: list[str]) -> None:
     """Print what a command would need and take on its GPUs."""
+    if words[0] == "table":
+        print_table(words[1:])
+        return
     kind, _, count = words[0].partition(":")
     if kind not in CARDS or not (count or "1").isdigit() or int(count or 1) < 1:
         process.refuse(f"{words[0]} is no CARD:COUNT, such as h100:8; cards are {', '.join(CARDS)}")
@@ -163,7 +241,7 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[1] in ("-h", "--help"):
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if sys.argv[1:2] in (["-h"], ["--help"]) else 2)
     process.prepare_environment()  # before torch, which scripts import

@@ -53,6 +53,7 @@ MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # when an interrupted run is 
 
 # Flags whose values, when not given, are derived from model and data: runtime/training/derived_defaults.py.
 OPEN = ("learning_rate", "critic_learning_rate", "max_prompt_length", "max_response_length", "total_steps")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # --dtype takes these names, too
 KL_HORIZON = 10000.0  # HORIZON of --kl_target if only TARGET is given, in sequences
 
 
@@ -295,7 +296,7 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     """
     words = sys.argv[1:] if words is None else words
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    words = with_tracker(words)
+    words = spelled_out(words)
     if words:
         user_files.find("runtime.arguments.other_names:refuse_other_names")(words, fields)
     if any(word.partition("=")[0] == "--preset" for word in words):
@@ -315,11 +316,12 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
     return args
 
 
-def with_tracker(words: list[str]) -> list[str]:
-    """Return the command line with --track wandb in place of --track without a value."""
+def spelled_out(words: list[str]) -> list[str]:
+    """Return the command line with --track wandb for --track without a value, and with dtypes by torch's names."""
     found = []
-    for word, following in zip(words, [*words[1:], "--"], strict=False):
-        found += [word, "wandb"] if word == "--track" and following.startswith("-") else [word]
+    for before, word, following in zip(["", *words], words, [*words[1:], "--"], strict=False):
+        found.append(DTYPES.get(word, word) if before == "--dtype" else word)
+        found += ["wandb"] if word == "--track" and following.startswith("-") else []
     return found
 
 

@@ -177,9 +177,10 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
             break
     given = args.verifier
     without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
-    for flag, key in (("--prompt_key", prompt), ("--ground_truth_key", truth)):
-        if has and not _is_column(key, has) and not (flag == "--ground_truth_key" and without_truth):
-            refuse(f"{flag} {key}: {FLAG.get()} {source} has no such column; it has: {_names(has)}")
+    needed = {"--prompt_key": prompt} | ({} if without_truth else {"--ground_truth_key": truth})
+    missing = [f"{flag} {key}" for flag, key in needed.items() if has and not _is_column(key, has)]
+    if missing:
+        refuse(f"{', '.join(missing)}: {FLAG.get()} {source} has no such column; it has: {_names(has)}")
     if names_verifiers is not None and has and not _is_column(names_verifiers, has):
         refuse(f"--verifier_key {names_verifiers}: {FLAG.get()} {source} has no such column; it has: {_names(has)}")
     if source.startswith(GYM):
@@ -355,6 +356,8 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
         raise ValueError(
             f"names a verifier that does not exist (--verifier_key {columns.verifier_key}): {error}"
         ) from error
+    if wrong and isinstance(values[1], dict):
+        wrong = f"it is an object; name a key of it, such as --ground_truth_key {columns.truth}.{next(iter(values[1]))}"
     if wrong:
         raise ValueError(f"has a ground truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
     return Problem(messages, truth, verifier, row)

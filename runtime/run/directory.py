@@ -174,8 +174,8 @@ def check_disk(args, folder: Path) -> None:
     free = shutil.disk_usage(existing(folder)).free
     if free < needed:
         refuse(
-            f"--output_dir {args.output_dir}: {free / 2**30:.1f} GiB free there, but the trained weights alone take "
-            f"{needed / 2**30:.1f}; free some space or choose another folder"
+            f"--output_dir {args.output_dir}: {free / 2**20:.0f} MiB free there, but the trained weights alone take "
+            f"{needed / 2**20:.0f}; free some space or choose another folder"
         )
 
 
@@ -259,7 +259,7 @@ def damage(checkpoint: Path) -> str:
             if file_digest(checkpoint / name) != digest:
                 return f"{name} has changed since it was written (another SHA-256)"
     except FileNotFoundError:
-        return "manifest.json is missing"
+        return "manifest.json is missing" if checkpoint.is_dir() else "no such folder"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it cannot be read ({type(error).__name__}: {error})"
     return ""

@@ -231,7 +231,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("text, says", [(None, "is not a script"), ("x = 1\n", "has no dataclass Args")])
+@pytest.mark.parametrize("text, says", [(None, "no such file"), ("x = 1\n", "has no dataclass Args")])
 def test_what_is_no_training_script_is_refused(text, says, tmp_path):
     if text is not None:
         (tmp_path / "other.py").write_text(text)

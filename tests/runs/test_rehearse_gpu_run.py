@@ -96,6 +96,25 @@ def test_what_does_not_fit_is_refused(capsys, kind, changes, says):
     assert says in capsys.readouterr().err
 
 
+def test_rows_of_the_table(capsys):
+    """The first letters that fit; host memory and files per parameter; a published config has its published size."""
+    sizes = {name: round(model.parameters / 1e9, 2) for name, model in rehearse_gpu_run.MODELS.items()}
+    assert [*sizes.values()] == [0.60, 1.24, 1.72, 4.02, 8.19]
+    rehearse_gpu_run.main(["table"])
+    rows = {tuple(row.split(" | ")[:2]): row.split(" | ")[2:] for row in capsys.readouterr().out.splitlines()}
+    assert rows["| 1 x h100", "Qwen3-0.6B"][0] == "none" and rows["| 1 x h100", "Qwen3-0.6B"][2] == "0"
+    letters, gpu, host, _, disk, _ = rows["| 1 x rtx3090", "Qwen3-4B"]
+    assert "O" in letters and int(gpu) < 24 and (int(host), int(disk)) == (round(16 * 4.02), round(52 * 4.02))
+    assert rows["| 1 x rtx3090", "Qwen3-8B"][0] == "does not fit"
+
+
+def test_a_small_cache_is_read_for_more_often():
+    """A quarter of the responses' keys fits: the weights are read four times."""
+    cache = 32 * 356 * KEYS / 4
+    small = seconds(vllm_args='{"kv_cache_memory_bytes": %d}' % cache)  # noqa: UP031
+    assert small["generate"] - seconds()["generate"] == pytest.approx(3 * 400 * 2e9 / 0.7e12)
+
+
 @pytest.mark.parametrize("word", ["h300", "h100:0", "h100:many", "8"])
 def test_an_unknown_card_is_refused_with_those_that_are_known(word, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -508,7 +508,7 @@ def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
     make_weights(free + 2**30)
     args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new")})
     message = refusal(args, capsys)
-    for word in ("--output_dir", "GiB free", "free some space"):
+    for word in ("--output_dir", "MiB free", "free some space"):
         assert word in message
     assert not (tmp_path / "runs").exists()
     make_weights(free // 2)
@@ -690,6 +690,10 @@ def test_help_of_a_word_and_of_all(module, capsys):
     assert set(help_text.FIRST) <= set(names)
     of_verifier = help_text.entries(module.Args, {})["verifier"][1]
     assert all(name in of_verifier for name in rewards.VERIFIERS)
+
+
+def test_short_names_of_dtypes():
+    assert [flags.parse(Args, words=["--dtype", name]).dtype for name in ("bf16", "fp16")] == ["bfloat16", "float16"]
 
 
 @pytest.mark.parametrize("line", [

@@ -87,6 +87,14 @@ def test_a_column_of_verifiers_that_is_not_there(tmp_path, capsys):
     assert "--verifier_key jugde: " in message and "has no such column; it has: question, answer, judge" in message
 
 
+def test_columns_that_are_not_there_or_hold_an_object(tmp_path, capsys):
+    """Both columns in one message; an object is answered with one of its keys."""
+    file = write(tmp_path / "a.jsonl", [{"text": f"{i}?", "gold": {"total": i}} for i in range(99)])
+    assert "--prompt_key question, --ground_truth_key answer: " in refusal(capsys, Args(dataset=file))
+    args = Args(dataset=file, prompt_key="text", ground_truth_key="gold")
+    assert "such as --ground_truth_key gold.total" in refusal(capsys, args)
+
+
 def test_several_files(tmp_path):
     first, second = write(tmp_path / "a.jsonl", rows(20)), write(tmp_path / "b.jsonl", rows(20, first=15))
     for source in (f"{first},{second}", f"{first}, {second}", f"{tmp_path}/*.jsonl"):

@@ -239,7 +239,7 @@ def test_resume_never_and_paths(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, resume="never")
     assert "already contains this run" in refusal(args, capsys)
     args.resume = str(tmp_path / "nothing")
-    assert "manifest.json is missing" in refusal(args, capsys)
+    assert "no such folder" in refusal(args, capsys)
     checkpoints = folder_of(args) / "checkpoints"
     args.resume = str(checkpoints / "step_000002")
     run_here(args)

@@ -82,6 +82,8 @@ def test_rates_that_are_all_0_or_all_1_are_not_bit_for_bit_the_same_run():
     [
         (["grpo.py"], "are one and the same run"),
         (["README.md"], "is not a script"),
+        (["nothere.py"], "no such file"),
+        (["grpo.py --model_name_or_path models/testbed-99"], "`make testbed` makes it"),
         (["grpo.py --nonsense 1"], "nonsense"),
         (["grpo.py --beta 0.1", "--seeds", "5..1"], "write 1..44"),
     ],
