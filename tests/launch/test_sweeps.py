@@ -227,7 +227,7 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     change_config(shutil.copytree(folder, renamed), exp_name="sweep_lr_mine")
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     shutil.rmtree(renamed)
-    assert code == 0 and commands == [] and f"skipped, other code: {renamed}" in said
+    assert code == 0 and commands == [] and f"skipped, changed: {renamed} was made by other code" in said
 
 
 @pytest.mark.integration
