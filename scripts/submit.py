@@ -240,7 +240,8 @@ def check_arguments(words: list[str]) -> str | None:
     the name of the run.
     """
     last = split_at("&&", words)[-1]
-    file = next((i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()), None)
+    files = [i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()]
+    file = files[0] if files else None
     if file is None or {"-h", "--help"} & {*last}:
         return None
     text = Path(last[file]).read_text()
@@ -409,13 +410,16 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
     words = [word for line in (*job.commands, plan.command, *job.env) for word in line]
     texts = {"a command, --env or --setup": "\0".join([*words, job.setup or ""]), **plan.files}
     for name, value in environ.items():
-        if (name in job.secret and len(value) >= 4) or (SECRET_NAME.search(name) and len(value) >= 8):
-            for where, text in texts.items():
-                if value in text:
-                    refuse(
-                        f"the value of {name} is in {where}; name it with --secret {name} and let the program "
-                        f"read it from its environment"
-                    )
+        shortest = 4 if name in job.secret else 8  # a shorter value may be a word of any text
+        is_secret = name in job.secret or SECRET_NAME.search(name)
+        if not is_secret or len(value) < shortest:
+            continue
+        for where, text in texts.items():
+            if value in text:
+                refuse(
+                    f"the value of {name} is in {where}; name it with --secret {name} and let the program "
+                    f"read it from its environment"
+                )
     for line in (*job.commands, *job.env, [job.setup or ""]):
         if form := form_of_secret(line):
             refuse(
@@ -467,8 +471,10 @@ def check_no_other(job: Job) -> None:
     """Reject a second submission of a command that waits or runs on Slurm or Ray, with exit code HELD."""
     for record in submissions(job.run_dir)[-1:] if job.backend in ("slurm", "ray") else []:
         line = follow_up(record, "status")
-        said = subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout if line else ""
-        if GOING.search(said):
+        if line is None:
+            continue
+        asked = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        if GOING.search(asked.stdout):
             cancel = follow_up(record, "cancel")
             text = f"this command still waits or runs; cancel it ({cancel}), or give this one a --name"
             refuse(f"{job.run_id}: {text}", HELD)
@@ -485,7 +491,11 @@ def check_dependencies(job: Job) -> None:
 def job_environment() -> dict[str, str]:
     """Return the environment of this shell without the variables set by an allocation or a launcher around it."""
     drop = [OF_THIS_JOB, OF_THIS_ALLOCATION] if "SLURM_JOB_ID" in os.environ else [OF_THIS_JOB]
-    return {name: value for name, value in os.environ.items() if not any(part.fullmatch(name) for part in drop)}
+    kept = {}
+    for name, value in os.environ.items():
+        if not any(part.fullmatch(name) for part in drop):
+            kept[name] = value
+    return kept
 
 
 def run_here(command: list[str]) -> int:
@@ -513,7 +523,8 @@ def start(job: Job, plan: Plan) -> int:
     if job.backend == "local":
         return run_here(plan.command)
     numbered = "{job}" in plan.follow.get("status", "")
-    done = subprocess.run(plan.command, env=job_environment(), stdout=subprocess.PIPE if numbered else None, text=True)
+    output = subprocess.PIPE if numbered else None
+    done = subprocess.run(plan.command, env=job_environment(), stdout=output, text=True)
     number = done.stdout.strip().partition(";")[0] if numbered else ""
     if numbered:
         print(done.stdout, end="", flush=True)
@@ -531,9 +542,11 @@ def warn(job: Job) -> None:
         words = "a restart starts from scratch, since a container's disk is deleted with it"
         print(f"warning: no --mount: {words}", file=sys.stderr)
     results = re.compile("--output[_-]dir[ =](/|s3)")
-    if job.backend == "ray" and any(file_at(words) and not results.search(" ".join(words)) for words in job.commands):
-        words = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
-        print(f"warning: {words}", file=sys.stderr)
+    for words in job.commands if job.backend == "ray" else ():
+        if file_at(words) and not results.search(" ".join(words)):
+            text = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
+            print(f"warning: {text}", file=sys.stderr)
+            break
 
 
 def main(argv: list[str]) -> int:
