@@ -721,4 +721,3 @@ def main(args: Args, ready: Ready | None) -> None:
 
 if __name__ == "__main__":
     main(args, ready)
-    process.exit_at_once()

@@ -1071,4 +1071,3 @@ def main(args: Args, ready: Ready | None) -> None:
 
 if __name__ == "__main__":
     main(args, ready)
-    process.exit_at_once()

@@ -67,6 +67,7 @@ class Run:
     sizes: Sizes
     layout: str
     attention: str
+    digest: str  # directory.data_digest of the rendered problems
     sampler_agreed: bool = False  # True once the engine's log-probs have been compared with the trainer's
 
     @property
@@ -90,8 +91,8 @@ def setup_run(args, ready: tuple) -> Run:
     if args.environment is None:
         args.longest_prompt = max(len(problem.prompt_ids) for problem in [*problems, *eval_problems])
     saving.adopt_template(tokenizer, args, problems)
-    facts = identity.facts(args, directory.data_digest(problems, eval_problems))
-    chosen = choices.choose(args, device, dtype, attention, facts)
+    digest = directory.data_digest(problems, eval_problems)
+    chosen = choices.choose(args, device, dtype, attention, identity.facts(args, digest))
     run = Run(
         folder=folder,
         start=start,
@@ -106,6 +107,7 @@ def setup_run(args, ready: tuple) -> Run:
         sizes=chosen.sizes,
         layout=chosen.layout,
         attention=chosen.attention,
+        digest=digest,
     )
     if run.rank == 0:
         hardware = f"{device.type} {run.dtype}"
@@ -147,7 +149,6 @@ def open_log(args, run: Run) -> logger.RunLog:
     """Open the files of the run. The choices for this machine are recorded with the arguments."""
     chosen = {"dtype": str(run.dtype).removeprefix("torch.")}
     chosen |= {"batch_layout": run.layout, "attn_implementation": run.attention, **vars(run.sizes)}
-    digest = directory.data_digest(run.problems, run.eval_problems)
     is_main = run.rank == 0
     size = run.world_size
     return logger.RunLog(
@@ -157,7 +158,7 @@ def open_log(args, run: Run) -> logger.RunLog:
         run.total_steps,
         is_main,
         run.start,
-        digest,
+        run.digest,
         len(run.problems),
         chosen,
     )

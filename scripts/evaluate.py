@@ -363,4 +363,3 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path, show
 
 if __name__ == "__main__":
     main(args, output, problems, path, shown)
-    process.exit_at_once()

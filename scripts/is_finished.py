@@ -40,7 +40,9 @@ def as_it_would_start(args: flags.RunFlags, config: dict) -> flags.RunFlags:
         setattr(args, name, config["args"].get(name))
     args.flags_set = args.flags_set and args.flags_set.union(left_open)
     if derived_defaults.open_lengths(args):
-        derived_defaults.fill(args, *problem_set.load_problems(args, truth_error))
+        problems = problem_set.load_problems(args, truth_error)
+        args.data_digest = directory.data_digest(*problems)
+        derived_defaults.fill(args, *problems)
     elif any(flags.is_open(args, name) for name in flags.OPEN):
         derived_defaults.fill(args, [None] * config.get("problems", 0), [])
     return args
@@ -59,10 +61,12 @@ def state(args, defaults) -> tuple[int, str]:
     other, _ = identity.changed_arguments(config["args"], args, resolved=True)
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
-    changed = identity.changed_code(config.get("code", {}), identity.code_of(args))
-    if changed and args.resume in ("auto", "never"):
-        return LEAVE, f"other code: {folder}: {', '.join(changed[:5])}"
     lacks = directory.unfinished(folder, args)
+    if not lacks and not args.data_digest:
+        args.data_digest = directory.data_digest(*problem_set.load_problems(args, truth_error))
+    changed = identity.difference(config, args)
+    if changed and args.resume in ("auto", "never"):
+        return LEAVE, f"changed: {folder} was made {changed}"
     if not lacks:
         return FINISHED, f"finished: {folder}"
     if holder := process.lock_holder(folder):

@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -40,7 +42,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
 
 import submit_snapshot
-from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, file_at, has_launcher, split_at
+from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, copied_path, file_at, has_launcher, split_at
 
 from runtime.system import git
 from runtime.system.redaction import SECRET_NAME, form_of_secret
@@ -182,7 +184,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
     where = "words passed to sbatch, `ray job submit`, `sky jobs launch` or `beaker experiment create` as they are"
     options = {"type": shlex.split, "default": [], "metavar": "'WORDS'"}
     add("slurm ray skypilot beaker", "--scheduler_args", **options, help=where)
-    add(everywhere, "--dry_run", action="store_true", help="print what would be written and run, and stop")
+    add(everywhere, "--dry_run", action="store_true", help="print what would be run, and stop")
+    add(everywhere, "--verbose", action="store_true", help="with --dry_run: also print every file, in full")
     return p, takes
 
 
@@ -197,7 +200,13 @@ def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
             commands.append(part)
     parser, takes = make_parser()
     flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
-    args = parser.parse_args(flags, Job())
+    args, unknown = parser.parse_known_args(flags, Job())
+    if unknown and not commands and not unknown[0].startswith("-"):
+        refuse(f"{unknown[0]}: put -- before the command: submit.py [flags] -- {shlex.join(unknown)}")
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; perhaps {near[0]}" if near else ""))
     for flag, value in vars(args).items():
         if args.backend not in takes[flag] and value != parser.get_default(flag):
             refuse(f"--{flag}: --backend {args.backend} has no such setting; leave it out")
@@ -231,7 +240,8 @@ def check_arguments(words: list[str]) -> str | None:
     the name of the run.
     """
     last = split_at("&&", words)[-1]
-    file = next((i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()), None)
+    files = [i for i, word in enumerate(last) if word.endswith(".py") and Path(word).is_file()]
+    file = files[0] if files else None
     if file is None or {"-h", "--help"} & {*last}:
         return None
     text = Path(last[file]).read_text()
@@ -328,6 +338,20 @@ def make_job(job: Job, commands: list[list[str]], parses: bool = False) -> Job:
     return job
 
 
+def check_outside(words: list[str], folder: Path) -> None:
+    """Reject relative paths that lead out of a folder, since a job runs in a copy of it, and name code outside."""
+    for part in itertools.chain.from_iterable(re.split("[=,]", word) for word in words):
+        if f"{os.path.normpath(part)}/".startswith("../") and not re.search(r"\s", part):
+            refuse(
+                f"{part} leads out of {folder}, and the job runs in a copy of this folder; submit from the folder that "
+                f"has it, write an absolute path, or use --live"
+            )
+    named = dict.fromkeys(file for word in words for file in submit_snapshot.named_files(word) if os.path.isfile(file))
+    outside = [name for name in named if submit_snapshot.relative(name, folder).startswith("../")]
+    if outside:
+        print(f"note: not copied, so that edits reach the job: {', '.join(outside)}", file=sys.stderr)
+
+
 def add_code(job: Job, folder: Path) -> None:
     """Add the code of a job: its state for the record, its tree of git, and the changes that an image does not have.
 
@@ -347,6 +371,13 @@ def add_code(job: Job, folder: Path) -> None:
     diff = git.output(folder, "diff", base, tree)
     job.git = {"commit": commit, "dirty": tree != base, "diff": diff} if commit else {}
     job.tree = tree if copied else None
+    if copied:
+        check_outside([word for command in job.commands for word in command], folder)
+        given = dict(job.env).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        paths = [os.path.realpath(path) for path in given.split(":") if path]
+        moved = [copied_path(path, job) for path in paths]
+        if moved != paths:
+            job.env = [*(pair for pair in job.env if pair[0] != "PYTHONPATH"), ("PYTHONPATH", ":".join(moved))]
     if job.backend == "beaker" and not any(f"{job.workdir}/".startswith(f"{p.rstrip('/')}/") for _, p in job.mount):
         job.code = submit_snapshot.changed_code(folder, base, tree)
         if job.code is not None and len(job.code) > LONGEST_CODE:
@@ -364,7 +395,7 @@ def render(job: Job) -> Plan:
     plan = BACKENDS[job.backend](job)
     state = {name: value for name, value in job.git.items() if name != "diff"}
     record = vars(job) | {"git": state, "run": shlex.join(plan.command), "follow": plan.follow}
-    del record["code"], record["dry_run"]  # the difference says the same as the code, to be read
+    del record["code"], record["dry_run"], record["verbose"]  # the difference says the same as the code, to be read
     files = plan.files | {f"{job.folder}/submit.json": json.dumps(record, indent=1) + "\n"}
     if diff := job.git.get("diff"):
         files[f"{job.folder}/uncommitted.patch"] = diff
@@ -379,13 +410,16 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
     words = [word for line in (*job.commands, plan.command, *job.env) for word in line]
     texts = {"a command, --env or --setup": "\0".join([*words, job.setup or ""]), **plan.files}
     for name, value in environ.items():
-        if (name in job.secret and len(value) >= 4) or (SECRET_NAME.search(name) and len(value) >= 8):
-            for where, text in texts.items():
-                if value in text:
-                    refuse(
-                        f"the value of {name} is in {where}; name it with --secret {name} and let the program "
-                        f"read it from its environment"
-                    )
+        shortest = 4 if name in job.secret else 8  # a shorter value may be a word of any text
+        is_secret = name in job.secret or SECRET_NAME.search(name)
+        if not is_secret or len(value) < shortest:
+            continue
+        for where, text in texts.items():
+            if value in text:
+                refuse(
+                    f"the value of {name} is in {where}; name it with --secret {name} and let the program "
+                    f"read it from its environment"
+                )
     for line in (*job.commands, *job.env, [job.setup or ""]):
         if form := form_of_secret(line):
             refuse(
@@ -395,11 +429,14 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
 
 
 def show(plan: Plan, job: Job) -> str:
-    """Format the plan as text: every file in full, every command as a line of shell."""
+    """Format the plan as text: the command as a line of shell; with --verbose every file in full."""
+    hidden = "".join(f"{name}=*** " for name in plan.from_shell)
+    line = hidden + shlex.join(plan.command)
+    if not job.verbose:
+        return f"# would run {line}"
     copy = [] if job.tree is None else [f"# would copy the code, tree {job.tree} of git, to {job.folder}/code\n"]
     parts = copy + [f"# would write {path}\n{text.rstrip()}\n" for path, text in plan.files.items()]
-    hidden = "".join(f"{name}=*** " for name in plan.from_shell)
-    return "\n".join([*parts, "# would run", hidden + shlex.join(plan.command)])
+    return "\n".join([*parts, "# would run", line])
 
 
 def write(plan: Plan, job: Job) -> None:
@@ -410,8 +447,10 @@ def write(plan: Plan, job: Job) -> None:
     if job.tree is not None:
         folder, place = Path(job.workdir), Path(job.workdir, job.folder, "code")
         submit_snapshot.make_output_folders(folder, [word for command in job.commands for word in command])
-        submit_snapshot.copy(folder, job.tree, place)
+        outside = submit_snapshot.copy(folder, job.tree, place)
         submit_snapshot.list_files(place)
+        if outside:
+            print(f"note: links that lead out of the copy, so that edits reach the job: {', '.join(outside)}")
 
 
 def submissions(run_dir: str) -> list[Path]:
@@ -432,8 +471,10 @@ def check_no_other(job: Job) -> None:
     """Reject a second submission of a command that waits or runs on Slurm or Ray, with exit code HELD."""
     for record in submissions(job.run_dir)[-1:] if job.backend in ("slurm", "ray") else []:
         line = follow_up(record, "status")
-        said = subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout if line else ""
-        if GOING.search(said):
+        if line is None:
+            continue
+        asked = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+        if GOING.search(asked.stdout):
             cancel = follow_up(record, "cancel")
             text = f"this command still waits or runs; cancel it ({cancel}), or give this one a --name"
             refuse(f"{job.run_id}: {text}", HELD)
@@ -450,7 +491,11 @@ def check_dependencies(job: Job) -> None:
 def job_environment() -> dict[str, str]:
     """Return the environment of this shell without the variables set by an allocation or a launcher around it."""
     drop = [OF_THIS_JOB, OF_THIS_ALLOCATION] if "SLURM_JOB_ID" in os.environ else [OF_THIS_JOB]
-    return {name: value for name, value in os.environ.items() if not any(part.fullmatch(name) for part in drop)}
+    kept = {}
+    for name, value in os.environ.items():
+        if not any(part.fullmatch(name) for part in drop):
+            kept[name] = value
+    return kept
 
 
 def run_here(command: list[str]) -> int:
@@ -478,7 +523,8 @@ def start(job: Job, plan: Plan) -> int:
     if job.backend == "local":
         return run_here(plan.command)
     numbered = "{job}" in plan.follow.get("status", "")
-    done = subprocess.run(plan.command, env=job_environment(), stdout=subprocess.PIPE if numbered else None, text=True)
+    output = subprocess.PIPE if numbered else None
+    done = subprocess.run(plan.command, env=job_environment(), stdout=output, text=True)
     number = done.stdout.strip().partition(";")[0] if numbered else ""
     if numbered:
         print(done.stdout, end="", flush=True)
@@ -496,9 +542,11 @@ def warn(job: Job) -> None:
         words = "a restart starts from scratch, since a container's disk is deleted with it"
         print(f"warning: no --mount: {words}", file=sys.stderr)
     results = re.compile("--output[_-]dir[ =](/|s3)")
-    if job.backend == "ray" and any(file_at(words) and not results.search(" ".join(words)) for words in job.commands):
-        words = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
-        print(f"warning: {words}", file=sys.stderr)
+    for words in job.commands if job.backend == "ray" else ():
+        if file_at(words) and not results.search(" ".join(words)):
+            text = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
+            print(f"warning: {text}", file=sys.stderr)
+            break
 
 
 def main(argv: list[str]) -> int:

@@ -138,13 +138,19 @@ def has_launcher(words: list[str]) -> bool:
     return any(Path(word).name in LAUNCHERS for word in program)
 
 
+def copied_path(path: str, job: Job) -> str:
+    """Return the path in the copy of an absolute path in the job's folder; any other path as it is."""
+    inside = submit_snapshot.relative(path, job.workdir)
+    if job.tree is None or not os.path.isabs(path) or inside.startswith("../"):
+        return path
+    return os.path.normpath(os.path.join(job.workdir, job.folder, "code", inside))
+
+
 def in_copy(word: str, job: Job) -> str:
-    """Replace the absolute path of a script in the job's folder by its path in the copy, and keep any other word."""
-    if job.tree is not None and os.path.isabs(word) and word.endswith((".py", ".sh")):
-        name = submit_snapshot.relative(word, job.workdir)
-        if not name.startswith("../"):
-            return os.path.join(job.workdir, job.folder, "code", name)
-    return word
+    """Replace absolute paths of code in a word by their paths in the copy: a file, ``v.py:score``, a line of shell."""
+    if os.path.isabs(word) and word.endswith(submit_snapshot.CODE) and ":" not in word:
+        return copied_path(word, job)
+    return submit_snapshot.NAMED.sub(lambda found: copied_path(found[0], job), word)
 
 
 def command_function(number: int, command: tuple[str, ...], job: Job) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from runtime.system import git
 
 CODE = (".py", ".sh", ".jinja", ".yaml")  # endings of new files that are part of a snapshot as well
+NAMED = re.compile(rf"(?<![\w./~$-])[^\s,:;='\"()&|<>]+(?:{'|'.join(map(re.escape, CODE))})(?![\w./])")
 NO_CODE = (":!runs", ":(exclude,glob)**/????????-??????-????/**")  # results, and the folders of other submissions
 PARALLEL = ("-c", "checkout.workers=16")  # a shared disk may take tens of milliseconds for each operation
 
@@ -64,8 +65,8 @@ def index_of(folder: Path, tree: str) -> Iterator[dict[str, str]]:
 def take(folder: Path, words: Sequence[str] = ()) -> tuple[str, str]:
     """Return two trees of git: ``folder`` in the last commit, and ``folder`` as it is now.
 
-    The second has the tracked files, new files of code that git does not ignore, and the scripts among ``words``, the
-    words of a command. Raises ValueError outside a repository.
+    The second has the tracked files, new files of code that git does not ignore, and what ``words``, those of a
+    command, name that git ignores, with the code next to it. Raises ValueError outside a repository.
     """
     empty = run_git(folder, "mktree").strip()
     base = git.output(folder, "rev-parse", "--verify", "--quiet", "HEAD:./").strip()
@@ -76,15 +77,21 @@ def take(folder: Path, words: Sequence[str] = ()) -> tuple[str, str]:
         names = listed(folder, "ls-files")
     endings = [f"*{ending}" for ending in CODE]
     names += listed(folder, "ls-files", "--others", "--exclude-standard", "--", *endings, *NO_CODE)
-    scripts = [word for word in words if word.endswith(CODE)]
-    for word in scripts:
+    for word in itertools.chain.from_iterable(map(named_files, words)):
         name = relative(folder / word, folder)
-        is_inside = not name.startswith(("../", "runs/"))
-        if is_inside and os.path.isfile(folder / name):  # also one that git ignores
-            names += listed(folder, "ls-files", "--others", "--", f":(literal){name}")
+        if name.startswith(("../", "runs/")) or not os.path.isfile(folder / name):
+            continue
+        place = os.path.dirname(name) or name  # the root has folders of data, and is not searched
+        beside = listed(folder, "ls-files", "--others", "--", f":(literal){place}")
+        names += [found for found in beside if found.endswith(CODE)]
     with index_of(folder, base) as env:
         run_git(folder, "update-index", "--add", "--remove", "-z", "--stdin", names=names, env=env)
         return base, run_git(folder, "write-tree", env=env).strip()
+
+
+def named_files(word: str) -> list[str]:
+    """Return what may be files of code in a word of a command: alone, in ``a.py:f,b.py:g``, or in a line of shell."""
+    return list(dict.fromkeys([word, *NAMED.findall(word)])) if any(ending in word for ending in CODE) else []
 
 
 def relative(path: str | Path, folder: str | Path) -> str:
@@ -116,11 +123,13 @@ def make_output_folders(folder: Path, words: Sequence[str]) -> None:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
 
-def copy(folder: Path, tree: str, place: Path) -> None:
+def copy(folder: Path, tree: str, place: Path) -> list[str]:
     """Check ``tree`` out in the new folder ``place``, and link everything else in ``folder`` from there.
 
-    A symbolic link that leads out of ``folder`` keeps its goal. Submodules are copied as they are now.
+    A symbolic link leads to the copy of its goal, or out of ``folder``; returns the links of code that lead out.
+    Submodules are copied as they are now.
     """
+    outside = []
     place.mkdir(parents=True, exist_ok=True)
     with index_of(folder, tree) as env:
         run_git(folder, *PARALLEL, "checkout-index", "--all", f"--prefix={place}/", env=env)
@@ -136,12 +145,17 @@ def copy(folder: Path, tree: str, place: Path) -> None:
         copied = place / name
         if about.startswith("120000"):
             goal = os.path.realpath(own)
-            if relative(goal, folder).startswith("../"):
-                copied.unlink()
+            inside = relative(goal, folder)
+            copied.unlink()
+            if inside.startswith("../"):
                 copied.symlink_to(goal)
+                outside += [name] if goal.endswith(CODE) or os.path.isdir(goal) else []
+            else:
+                copied.symlink_to(os.path.relpath(place / inside, copied.parent))
         elif about.startswith("160000") and (own / ".git").exists():
             _, submodule = take(own)
-            copy(own, submodule, copied)
+            outside += copy(own, submodule, copied)
+    return outside
 
 
 def list_files(place: Path) -> None:

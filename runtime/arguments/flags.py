@@ -65,6 +65,7 @@ class RunFlags:
     flags_set: ClassVar[frozenset[str] | None] = None
     # dtype, sizes and layout that the resumed run has chosen; ``preflight`` sets them.
     recorded_choices: ClassVar[dict[str, Any]] = {}
+    data_digest: ClassVar[str] = ""  # of the rows that were read; ``preflight`` sets it, "" where none were read
     derived: ClassVar[dict[str, tuple[float, str]]] = {}  # values of flags of OPEN that were not given, and why
     longest_prompt: ClassVar[int | None] = None  # tokens; None until prompts are rendered, and where they can grow
 

@@ -53,16 +53,17 @@ class Engine:
         self.timeout = args.timeout or math.inf
         self.episodes = args.environment is not None
         # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
-        # vLLM gives its sleeping memory to one engine of a process.
+        # vLLM gives its sleeping memory to one engine of a process. With engines on other ranks, a rank that fails
+        # ends all of them.
         sleeps = args.vllm_sleep != "off" and torch.cuda.is_available()
-        able = args.vllm_tensor_parallel_size == 1 and args.zero_stage < 3 and not sleeps
-        self.restarts = RESTARTS if able else 0
+        alone = args.vllm_tensor_parallel_size == 1 and args.vllm_engines == 0
+        self.restarts = RESTARTS if alone and args.zero_stage < 3 and not sleeps else 0
         self.failure = ""  # the last reason to build the engine again
         self.untried = args.rollout == "vllm"  # until its first sample: it may not be able to serve this model
         # It samples while this rank trains, in a thread of this process.
         self.beside = args.async_steps > 0 and args.vllm_engines == 0
         # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
-        beside_training = args.async_steps > 0 and (args.inflight_updates == "off" or args.vllm_engines > 0)
+        beside_training = args.async_steps > 0 and args.inflight_updates == "off"
         self.copies_weights = beside_training or args.vllm_sleep == "all"
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import queue
 import secrets
 import socket
 import threading
@@ -86,29 +85,23 @@ class Engines:
         self.store = board(watch.host, watch.port)  # a wait there would hold up the watchdog's connection
         self.lines: dict[Connection, int] = {}  # -> place among the ranks of engines
         self.group: dist.ProcessGroup | None = None
-        self.life = 0  # counts the engines that were built: what an earlier one still sends is dropped
         self.stopped = False
         self.answers: list[tuple] = []  # to the last message that every line answers
 
     def relay(self, args, dtype: torch.dtype, rank: int, world_size: int, stop_ids, inbox, outbox) -> None:
         """Build the engines, and forward every message until the last. Runs in a thread."""
         try:
-            if self.life == 0:
-                self._connect()
-            self.life += 1
-            self.answers = []
             self.outbox = outbox
-            by_line = self.life > 1  # a new engine gets the last weights from its trainer, without the others
-            self._send_all(("build", self.life, dtype, stop_ids))
+            self._connect()
+            self._send_all(("build", dtype, stop_ids))
             if not self.lines:
                 outbox.put(("ready",))
-            while not outbox.abandoned:
+            while True:
                 match inbox.get():
                     case ("generate", batch, requests, sampling):
                         self._deal(batch, requests, sampling)
                     case ("weights", version, weights):
-                        self._send_weights(version, weights, by_line)
-                        by_line = False
+                        self._send_weights(version, weights)
                     case message:
                         self.stopped = message[0] == "stop"
                         self._send_all(message)
@@ -157,18 +150,13 @@ class Engines:
             mine = [request for request in requests if request[0][0] % self.count == place // self.shards]
             self._send(line, ("generate", batch, mine, sampling))
 
-    def _send_weights(self, version: int, weights: Weights, by_line: bool) -> None:
-        """Send weights from trainer 0 to all engines, or ``by_line`` to this trainer's engines. Returns once sent."""
+    def _send_weights(self, version: int, weights: Weights) -> None:
+        """Send weights from trainer 0 to all engines. Returns once sent."""
         entries = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
-        self._send_all(("weights", version, entries, by_line))
+        self._send_all(("weights", version, entries))
         if not self.lines:
             self.outbox.put(("weights", version, 0.0))
-        if by_line:
-            for _, weight in weights:
-                raw = weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                for line in self.lines:
-                    line.send_bytes(raw)
-        elif self.group is not None:
+        if self.group is not None:
             device = own_device()
             try:
                 for _, weight in weights:
@@ -198,14 +186,13 @@ class Engines:
         while open_lines:
             for line in wait(open_lines):
                 try:
-                    life, message = line.recv()
+                    message = line.recv()
                 except (EOFError, OSError):
                     open_lines.remove(line)
                     if not self.stopped:
                         self._lost(self._name(self.lines[line]))
                     continue
-                if life == self.life:
-                    self._take(message)
+                self._take(message)
 
     def _take(self, message: tuple) -> None:
         """Hand on samples and errors as they come, and what every line answers once it is complete."""
@@ -225,10 +212,10 @@ class Engines:
 # ------------------------------------------------------------------------------------------------------ on the engines
 
 
-def report(line: Connection, life: int, shard: int, message: tuple) -> None:
+def report(line: Connection, shard: int, message: tuple) -> None:
     """Send a message of an engine's rank. Only the first shard of an engine reports samples."""
     if shard == 0 or message[0] != "sample":
-        line.send((life, message))
+        line.send(message)
 
 
 def serve(args, thread: Callable) -> None:
@@ -249,26 +236,18 @@ def serve(args, thread: Callable) -> None:
         join_shards(store, engine, shard)
     os.environ |= {"RANK": str(shard), "WORLD_SIZE": str(shards)}
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # vLLM's ranks keep their own
-    inbox, outbox = Mailbox(), Mailbox()
-    worker: threading.Thread | None = None
+    inbox = Mailbox()
     while True:
         try:
             message = line.recv()
             match message:
-                case ("build", life, dtype, stop_ids):  # what an earlier one still computes is nobody's any more
-                    if worker is not None:
-                        outbox.abandoned = True
-                        inbox.put(("stop",))
-                        worker.join(timeout=30)  # its memory is wanted
-                    inbox = Mailbox()
-                    outbox = Outbox(partial(report, line, life, shard))
+                case ("build", dtype, stop_ids):
+                    outbox = Outbox(partial(report, line, shard))
                     arguments = (args, dtype, place, shards, stop_ids, inbox, outbox)
                     worker = threading.Thread(target=thread, args=arguments, daemon=True, name="rollout")
                     worker.start()
-                case ("weights", version, entries, True):
-                    inbox.put(("weights", version, from_line(line, entries)))
-                case ("weights", version, entries, False):
-                    inbox.put(("weights", version, WeightsReceiver(group, entries, worker)))
+                case ("weights", version, entries):
+                    inbox.put(("weights", version, received(group, entries)))
                 case _:
                     inbox.put(message)
         except (EOFError, OSError):
@@ -306,35 +285,13 @@ def join_shards(store: dist.Store, engine: int, shard: int) -> None:
     os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
-def from_line(line: Connection, entries: list[tuple]) -> Weights:
-    """Receive the weights of a push to the engines of one trainer, into CPU memory."""
-    raw = [torch.frombuffer(bytearray(line.recv_bytes()), dtype=torch.uint8) for _ in entries]
-    return [(name, data.view(dtype).view(shape)) for (name, shape, dtype), data in zip(entries, raw, strict=True)]
+def received(group: dist.ProcessGroup, entries: list[tuple]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights of a broadcast, each received when it is asked for.
 
-
-class WeightsReceiver:
-    """The weights of a broadcast, each received when it is asked for: vLLM loads one while the next is on its way.
-
-    An engine that fails in the middle, or before, receives the rest all the same: the others wait for their part.
+    vLLM loads one while the next is on its way.
     """
-
-    def __init__(self, group: dist.ProcessGroup, entries: list[tuple], worker: threading.Thread):
-        self.group = group
-        self.entries = queue.SimpleQueue()
-        for entry in entries:
-            self.entries.put(entry)
-        threading.Thread(target=self._finish, args=(worker,), daemon=True).start()
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        device = own_device()
-        while not self.entries.empty():
-            name, shape, dtype = self.entries.get()
-            weight = torch.empty(shape, dtype=dtype, device=device)
-            broadcast(self.group, weight)
-            yield name, weight
-
-    def _finish(self, worker: threading.Thread) -> None:
-        while worker.is_alive() and not self.entries.empty():
-            time.sleep(0.05)
-        for _ in self:
-            pass
+    device = own_device()
+    for name, shape, dtype in entries:
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        broadcast(group, weight)
+        yield name, weight

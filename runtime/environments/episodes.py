@@ -93,6 +93,7 @@ def describe_class(spec: str) -> dict[str, Any]:
         refuse(f"--environment {given}: the file does not load: {type(error).__name__}: {error}")
     if found["error"]:
         refuse(f"--environment {given}: {found['error']}")
+    user_files.imported[path] = found["files"]
     return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import itertools
 import math
 import multiprocessing
 import os
@@ -73,6 +74,7 @@ def describe() -> dict[str, Any]:
         "has_reward": "get_reward" in names or "get_turn_reward" in names,
         "tools": [],
         "at_once": at_once,
+        "files": list(itertools.chain.from_iterable(user_files.imported.values())),
     }
     if about["is_game"]:
         return about

@@ -213,6 +213,7 @@ class Checkpoints:
             "score": self.log.scores.get(step),
             "args": identity.recorded(self.args),
             "code": self.log.code,
+            "inputs": self.log.inputs,
             "versions": process.versions(),
             "world_size": self.world_size,
             "parts": {name: vars(thing) for name, thing in self.plain.items()},

@@ -17,7 +17,7 @@ from typing import Any
 from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
-from runtime.run.identity import changed_arguments, changed_code, code_of
+from runtime.run.identity import changed_arguments, difference
 from runtime.run.run_files import config_of, records
 from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
@@ -138,10 +138,10 @@ def check_earlier_run(folder: Path, args) -> None:
         refuse(f"{folder} already contains this run; use --overwrite to replace it, or another --seed or --exp_name")
     if args.resume != "auto" or unfinished(folder, args):
         return
-    if changed := changed_code(config.get("code", {}), code_of(args)):
+    if changed := difference(config, args):
         refuse(
-            f"{folder} is finished, but by other code: {', '.join(changed[:5])}. To train with the new code choose "
-            f"another --exp_name or --run_name, or --overwrite to replace the old run"
+            f"{folder} is finished, but {changed}. To train with what is there now choose another --exp_name or "
+            f"--run_name, or --overwrite to replace the old run"
         )
     print_on_rank_0(f"{folder} is finished; --overwrite replaces it, --seed or --exp_name start another")
     raise SystemExit(0)
@@ -232,12 +232,13 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
-    """Hash rendered problems and their rows: up to a thousand of each part, evenly spaced."""
+    """Hash all problems: prompts, truths, verifiers and rows."""
     digest = hashlib.sha256()
     for part in parts:
-        for i in range(0, len(part), max(1, len(part) // 1000)):
-            row = json.dumps(part[i].row, default=lambda value: type(value).__name__)  # no address, no order of a set
-            digest.update(json.dumps([len(part), i, part[i].prompt_ids, part[i].truth]).encode() + row.encode())
+        digest.update(f"{len(part)} problems".encode())
+        for p in part:
+            row = json.dumps(p.row, default=lambda value: type(value).__name__)  # no address, no order of a set
+            digest.update(json.dumps([p.messages, p.prompt_ids, p.truth, p.verifier]).encode() + row.encode())
     return digest.hexdigest()
 
 
@@ -328,15 +329,15 @@ def check_nothing_is_lost(folder: Path, args) -> None:
 
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:
-    """Reject a checkpoint of another configuration or of other code."""
+    """Reject a checkpoint of another configuration, of other code, or of other data or models."""
     other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
-    changed = changed_code(state.get("code", {}), code_of(args))
+    changed = difference(state, args)
     if changed and args.resume == "auto":
         refuse(
-            f"{start} was saved by other code: {', '.join(changed[:5])}. --resume {start} resumes it with the new "
-            f"code, --exp_name or --run_name start another run, --overwrite starts this one from scratch"
+            f"{start} was saved {changed}. --resume {start} resumes it with what is there now, --exp_name or "
+            f"--run_name start another run, --overwrite starts this one from scratch"
         )
 
 
@@ -349,7 +350,7 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
             f"resharded, results are equal up to rounding"
         )
     _, allowed = changed_arguments(state["args"], args, resolved=True)
-    for line in [*allowed, *changed_code(state.get("code", {}), code_of(args))]:
+    for line in filter(None, [*allowed, difference(state, args)]):
         print_on_rank_0(f"  changed: {line}")
     new = versions()
     for name in sorted({*new, *state["versions"]}):

@@ -1,10 +1,11 @@
-"""Identity of a run: its arguments and its code, and changes in them. Imports no torch."""
+"""Identity of a run: its arguments, code, data and models, and changes in them. Imports no torch."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import functools
+import hashlib
 import inspect
 import json
 import os
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is_open
+from runtime.arguments.values import ModelName
+from runtime.system import user_files
 from runtime.system.process import PROJECT, file_digest, versions
 from runtime.system.redaction import redact_values
 from runtime.training import derived_defaults
-from runtime.training.model_files import files_digest
+from runtime.training.model_files import digests_of_files, files_digest
 
 NAMED = re.compile(r"\w+(?:\.\w+)+:\w+")  # a text that is the name of an object of the project, for user_files.find
 
@@ -55,56 +58,118 @@ def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> t
     return other, allowed
 
 
+def models_of(args) -> dict[str, ModelName]:
+    """Return the models and tokenizers of a run, by the flag that names each."""
+    found = {}
+    for name, value in vars(args).items():
+        if name.endswith("_name_or_path") and value:
+            found[f"--{name}"] = args.model.parse(value)
+    for word in getattr(args, "critic", ()):
+        if word.startswith("model_name_or_path="):
+            found["--critic model_name_or_path"] = args.model.parse(word.partition("=")[2])
+    return found
+
+
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
-    own = {}
-    for name, value in recorded(args).items():
-        if name not in PRESENTATION:
-            own[f"--{name}"] = value
-    digests = {"--dataset": data}
-    for flag, value in own.items():
-        if flag.endswith("_name_or_path") and value:
-            digests[flag] = files_digest(args.model.parse(value))
-    for word in own.get("--critic", ()):
-        if word.startswith("model_name_or_path="):
-            digests["--critic model_name_or_path"] = files_digest(args.model.parse(word.partition("=")[2]))
+    own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
+    digests = {"--dataset": data} | {flag: files_digest(model) for flag, model in models_of(args).items()}
     return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
 
 
+def inputs_of(args, known: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run reads besides its code: a digest of its data and its template, and of each file of its models.
+
+    ``known``: the inputs of an earlier start. A file that has its size, time and first bytes is not read again.
+    """
+    inputs: dict[str, Any] = {"--dataset": args.data_digest}
+    if args.template.text is not None:
+        inputs["--chat_template"] = hashlib.sha256(args.template.text.encode()).hexdigest()
+    for flag, model in models_of(args).items():
+        inputs[flag] = digests_of_files(model, known.get(flag, {}))
+    return inputs
+
+
+def changed_inputs(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Return the inputs that differ between two starts, in words. One that was not recorded counts as equal."""
+    words = []
+    for flag, before in theirs.items():
+        now = ours.get(flag)
+        if not before or not now:
+            continue
+        if isinstance(before, str):
+            words += [f"{flag} has changed"] if before != now else []
+            continue
+        for name in sorted({*before, *now}):
+            if name not in before or name not in now or before[name][0] != now[name][0]:
+                words.append(f"{name} of {flag} has changed")
+    return words
+
+
+def difference(record: dict[str, Any], args) -> str:
+    """Describe how code and inputs differ from those in ``record``, a config.json or state.json; "" if they do not."""
+    code = changed_code(record.get("code", {}), code_of(args))
+    theirs = record.get("inputs", {})
+    inputs = changed_inputs(theirs, inputs_of(args, theirs)) if theirs else []
+    parts = [f"by other code: {', '.join(code[:5])}"] if code else []
+    parts += [f"with other inputs: {', '.join(inputs[:5])}"] if inputs else []
+    return ", and ".join(parts)
+
+
 def script_of(args) -> str:
-    """Return the path of the training script relative to the project: the file that defines the class of ``args``."""
-    return os.path.relpath(Path(inspect.getfile(type(args))).resolve(), PROJECT)
+    """Return the name of the training script (``name_of``): of the file that defines the class of ``args``."""
+    return name_of(Path(inspect.getfile(type(args))).resolve())
 
 
 def code_of(args) -> dict[str, str]:
-    """Return the SHA-256 of the script and of each project file that it imports, by path relative to the project.
+    """Return the SHA-256 of the script and of each file that it imports, by path: inside the project relative to it.
 
     The script is the file that defines the class of ``args``, so a copy of grpo.py counts as itself. Files of
     ``--verifier``, ``--environment`` and ``--external_lib`` count as imported, and so do helpers next to them. Imports
-    are read from the source, without running it. Files are read once per process, at the start: an edit during a run is
-    not code of that run.
+    are read from the source, without running it; what a user's file has imported in other ways counts where it was
+    loaded. Files are read once per process, at the start: an edit during a run is not code of that run.
     """
     script = (PROJECT / script_of(args)).resolve()
     flags = f"{args.verifier or ''},{args.environment or ''}"
     named = [name.rpartition(":")[0] for name in flags.split(",")]
-    extra = tuple(Path(name).resolve() for name in named if name.endswith(".py"))
-    return dict(_digests(script, extra, args.external_lib))
+    extra = tuple(place_of(name) for name in named if name.endswith(".py"))
+    loaded = tuple(Path(file) for name in named for file in user_files.imported.get(name, ()))
+    return dict(_digests(script, extra, args.external_lib, loaded))
+
+
+def place_of(name: str) -> Path:
+    """Return the path of a user's file: as it is written inside the project, and without links outside of it.
+
+    A copy of the project for a job has links to files that git ignores; there, they have the same name.
+    """
+    path = Path(os.path.abspath(name))
+    return path if path.is_relative_to(PROJECT) else path.resolve()
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a file in the code of a run, which is the same in a copy of the project at another place."""
+    return str(path.relative_to(PROJECT)) if path.is_relative_to(PROJECT) else str(path)
 
 
 @functools.cache
-def _digests(script: Path, extra: tuple[Path, ...], module: str | None) -> dict[str, str]:
-    places = [script.parent, PROJECT]
-    beside = [path.parent for path in extra]  # where a file of the user's finds its own helpers first
-    waiting = [script, *extra]
+def _digests(
+    script: Path, extra: tuple[Path, ...], module: str | None, loaded: tuple[Path, ...] = ()
+) -> dict[str, str]:
+    on_path = [Path(os.path.abspath(word)) for word in os.environ.get("PYTHONPATH", "").split(":") if word]
+    places = [script.parent, PROJECT, *on_path]
+    waiting = [(path, [path.parent, path.resolve().parent, *places]) for path in extra]  # helpers beside come first
     if module is not None:
-        waiting += _module_files(module, places)
+        waiting += [(path, places) for path in _module_files(module, places)]
+    waiting.append((script, places))
     digests = {}
     while waiting:
-        path = waiting.pop()
-        name = os.path.relpath(path, PROJECT)
+        path, where = waiting.pop()
+        name = name_of(path)
         if name not in digests and path.is_file():
             digests[name] = file_digest(path)
-            waiting += _imported_files(path, [path.parent, *places] if path.parent in beside else places)
+            waiting += [(found, where) for found in _imported_files(path, where)]
+    seen = {(PROJECT / name).resolve() for name in digests}
+    digests |= {name_of(path): file_digest(path) for path in loaded if path.resolve() not in seen}
     return dict(sorted(digests.items()))
 
 
@@ -145,13 +210,20 @@ def _module_files(name: str, places: list[Path]) -> list[Path]:
 
 
 def changed_code(theirs: dict[str, str], ours: dict[str, str]) -> list[str]:
-    """Return the files that differ between two runs, in words."""
+    """Return the files that differ between two runs, in words.
+
+    A file of theirs that only loading the user's files would find counts by what it is now.
+    """
+    theirs = {name_of(Path(os.path.normpath(PROJECT / name))): digest for name, digest in theirs.items()}
     words = []
     for name in sorted({*theirs, *ours}):
-        if name not in ours:
+        now = ours.get(name)
+        if now is None and (PROJECT / name).is_file():
+            now = file_digest(PROJECT / name)
+        if now is None:
             words.append(f"{name} is no longer part of it")
         elif name not in theirs:
             words.append(f"{name} is new")
-        elif theirs[name] != ours[name]:
+        elif theirs[name] != now:
             words.append(f"{name} has changed")
     return words

@@ -21,7 +21,7 @@ from runtime.arguments.flags import OPEN, is_open
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, left_by_a_run
-from runtime.run.identity import code_of, recorded, script_of
+from runtime.run.identity import code_of, inputs_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config
 from runtime.system import git, library_logs, user_files
 from runtime.system.process import (
@@ -242,7 +242,7 @@ class RunLog:
         problems: int = 0,
         resolved: dict[str, Any] | None = None,
     ):
-        """``start``: the checkpoint that the run resumes from; ``data``: ``directory.data_digest`` of its problems.
+        """``start``: the checkpoint that the run resumes from; ``data``: ``data_digest`` of its rendered problems.
 
         ``problems``: the number of those it trains on, by which ``--total_epochs`` is a number of steps. ``resolved``:
         what this machine made of flags that leave it open.
@@ -271,8 +271,10 @@ class RunLog:
             else:
                 path.unlink()
         self.code = code_of(args)
+        known = read_config(folder).get("inputs", {}) if start is not None else {}
+        self.inputs = inputs_of(args, known) | {"prompts": data}
         if start is not None:
-            self._check_data(data)
+            self._check_data(known)
             self.first = json.loads((start / "state.json").read_text())["step"]
             if args.resume == "auto":  # otherwise steps may follow that wandb has, and it silently drops those
                 self.wandb_id = read_config(folder).get("wandb_id")
@@ -290,7 +292,7 @@ class RunLog:
             "wandb_id": self.wandb_id,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "resumed_after": self.first,
-            "data": data,
+            "inputs": self.inputs,
             "problems": problems,
             "code": self.code,
             "git": git.state(PROJECT),
@@ -306,9 +308,9 @@ class RunLog:
         found = {name: self._track(name, starts[name]) for name in dict.fromkeys(args.track)}
         self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
 
-    def _check_data(self, data: str) -> None:
-        """Reject a resume on other problems: their order and the held-out ones would differ."""
-        if read_config(self.folder).get("data", data) == data:
+    def _check_data(self, known: dict[str, Any]) -> None:
+        """Reject a resume on other problems, also by --resume: their order and the held-out ones would differ."""
+        if all(known.get(name, self.inputs[name]) == self.inputs[name] for name in ("--dataset", "prompts")):
             return
         self.lock.release()
         refuse(

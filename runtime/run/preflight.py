@@ -44,6 +44,7 @@ def prepare_run(
     problems, eval_problems = [], []
     if world_size > 0 or any(flags.is_open(args, name) for name in flags.OPEN):
         problems, eval_problems = problem_set.load_problems(args, truth_error)
+        args.data_digest = directory.data_digest(problems, eval_problems)
         if args.environment is not None:  # its tools and first observations are part of the prompts
             process.prepare_environment(args.dtype)  # before a library that imports torch
             if args.external_lib is not None:

@@ -1,21 +1,17 @@
-"""Network of a launch: this node's address and interface, and connections that show when a process has ended.
-
-Imports the standard library only.
-"""
+"""Network of a launch: this node's address and interface, and connections that show when a process has ended."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import socket
-import struct
+
+import psutil
 
 from runtime.system.process import refuse, several_nodes
 
 SILENCE = 15  # seconds after which a node that does not answer counts as gone
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def own_address() -> str:
@@ -59,15 +55,10 @@ def local_end(goal: str) -> str | None:
 
 def interface_addresses(name: str) -> list[str]:
     """Return the IPv4 address of an interface, then its global IPv6 addresses; [] if there is no such interface."""
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as lines:
-        for digits, _, _, scope, _, interface in map(str.split, lines):
-            if interface == name and scope == "00":
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
+    entries = psutil.net_if_addrs().get(name, [])
+    four = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    six = [entry.address for entry in entries if entry.family == socket.AF_INET6]
+    return four + [address for address in six if address != "::1" and not address.startswith("fe80:")]
 
 
 def choose_interface() -> None:

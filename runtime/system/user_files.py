@@ -7,11 +7,20 @@ import importlib
 import importlib.util
 import linecache
 import sys
+import sysconfig
+from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from runtime.system.process import PROJECT
+
 texts: dict[str, str] = {}  # path -> text; a worker gets the texts that the run has read
+imported: dict[str, list[str]] = {}  # path -> the files that it has imported, without those of libraries
+# Modules that the files of a folder have imported, by folder and name: two folders may have helpers of one name.
+own: defaultdict[str, dict[str, ModuleType]] = defaultdict(dict)
+active = SimpleNamespace(folder="", before=frozenset(), added=False)  # the folder whose modules can be imported
+LIBRARIES = (sysconfig.get_paths()["stdlib"], *(path for path in sys.path if path.endswith("-packages")))
 
 
 def text_of(path: str) -> str:
@@ -21,15 +30,50 @@ def text_of(path: str) -> str:
     return texts[path]
 
 
-@functools.cache
+def file_of(module: ModuleType) -> str:
+    """Return the file of a module, the folder of a package without ``__init__.py``, or "" for one of C."""
+    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+
+
+def is_users(name: str, module: ModuleType) -> bool:
+    """Return True for a module that is neither a library's nor one of the project's own."""
+    file = file_of(module)
+    own_file = str(PROJECT / name.partition(".")[0])
+    return file != "" and not file.startswith((*LIBRARIES, f"{own_file}.py", f"{own_file}/"))
+
+
+def enter(folder: str) -> None:
+    """Let the files of a folder import the modules next to them, and no longer those next to another folder's files."""
+    if folder == active.folder:
+        return
+    left = own[active.folder]
+    for name in sys.modules.keys() - active.before:  # also what a function has imported when it was called
+        if active.folder and file_of(sys.modules[name]).startswith(f"{active.folder}/"):
+            left[name] = sys.modules[name]
+    for name in left:
+        sys.modules.pop(name, None)
+    if active.added and active.folder in sys.path:
+        sys.path.remove(active.folder)
+    active.folder = folder
+    active.before = frozenset(sys.modules)
+    active.added = folder not in sys.path
+    sys.modules.update(own[folder])
+    if active.added:
+        sys.path.append(folder)  # last, so that it hides no other module
+
+
 def load(path: str) -> ModuleType:
-    """Return the module of a file. Raises whatever the file raises."""
+    """Return the module of a file, with the modules next to it. Raises whatever the file raises."""
+    enter(str(Path(path).resolve().parent))
+    return _load(path)
+
+
+@functools.cache
+def _load(path: str) -> ModuleType:
     name = f"user file {path.replace('.', '_')}"  # not importable; without dots, since pickle splits names at dots
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
     sys.modules[name] = module  # where dataclasses look up the annotations of their fields
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # for modules next to the file; last, so that it hides no other module
+    before = frozenset(sys.modules)
     try:
         text = text_of(path)
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)  # the lines of tracebacks
@@ -37,6 +81,9 @@ def load(path: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    found = {key: sys.modules[key] for key in sys.modules.keys() - before if is_users(key, sys.modules[key])}
+    own[active.folder] |= found
+    imported[path] = [file for file in map(file_of, found.values()) if file.endswith(".py")]
     return module
 
 

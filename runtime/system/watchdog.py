@@ -66,8 +66,7 @@ class Outbox(Mailbox):
         """Send a message; an exception travels as its text."""
         if message[0] == "error":
             message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
-        if not self.abandoned:
-            self.send(message)
+        self.send(message)
 
 
 def explain_restart(error: Exception, left: int) -> None:

@@ -6,10 +6,12 @@ import functools
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from safetensors import safe_open
 
 from runtime.arguments.flags import RunFlags
@@ -21,6 +23,7 @@ LFS_POINTER = b"version https://git-lfs"  # how it begins
 ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base model first (peft: merge_and_unload)"
 # Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
 STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
+PARTS = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".tiktoken", ".py")  # endings of a model's files
 FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
@@ -212,7 +215,7 @@ def files_digest(model: ModelName) -> str:
         return Path(found).parent.name if isinstance(found, str) else ""
     digest = hashlib.sha256()
     for path in sorted(Path(model.name).iterdir()):
-        if path.suffix in (".json", ".safetensors", ".bin", ".model", ".jinja"):
+        if path.suffix in PARTS:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
             with open(path, "rb") as file:
@@ -220,6 +223,32 @@ def files_digest(model: ModelName) -> str:
                     file.seek(size * place // 16)
                     digest.update(file.read(2**16))
     return digest.hexdigest()
+
+
+def digests_of_files(model: ModelName, known: dict[str, list]) -> dict[str, list]:
+    """Return [digest, size, time, digest of the first bytes] of each file of a local model; of the hub: its commit.
+
+    A file in ``known`` with the same size, time and first bytes has the digest that it has there, so its content is not
+    read again. The digest is XXH3, which reads five times as fast as SHA-256 and finds any change that is not made
+    to deceive it.
+    """
+    if not Path(model.name).is_dir():
+        commit = files_digest(model)
+        return {"commit": [commit]} if commit else {}
+    found = {}
+    for path in sorted(Path(model.name).iterdir()):
+        if path.suffix not in PARTS or not path.is_file():
+            continue
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            digest.update(file.read(2**16))
+            seen = [about.st_size, about.st_mtime_ns, digest.hexdigest()]
+            earlier = known.get(path.name, [""])
+            while earlier[1:] != seen and (block := file.read(2**22)):
+                digest.update(block)
+        found[path.name] = [earlier[0] if earlier[1:] == seen else digest.hexdigest(), *seen]
+    return found
 
 
 def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:

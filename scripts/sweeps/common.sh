@@ -90,6 +90,8 @@ end() { # print the totals; exit code 1 if a run failed, which does not stop the
         local submission=${RUN:-"$PYTHON scripts/submit.py --backend slurm --gpus 1"}
         ${submission% --} --array_parallelism "$ARRAY" "${tasks[@]}" || failed=$started started=0
     fi
-    echo "$started started, $skipped skipped, $failed failed" >&2
+    local done="started"
+    [[ " ${RUN:-} ${common[*]} " != *" --dry_run "* && ${RUN:-} != echo ]] || done="would be started"
+    echo "$started $done, $skipped skipped, $failed failed" >&2
     ((failed == 0))
 }

@@ -62,6 +62,20 @@ def test_a_named_script_is_copied_but_not_a_folder_of_results(tmp_path):
         shutil.rmtree(copy.parent)
 
 
+def test_code_next_to_a_named_file_is_copied(tmp_path):
+    """A verifier that git ignores imports its helper: an edit of either would reach a job that waits."""
+    here = repository(tmp_path / "here", _gitignore="scratch/\n")
+    for name in ("v.py", "h.py", "pkg/deep.py", "data.txt"):
+        (here / "scratch" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "scratch" / name).write_text("1")
+    code = ["./.gitignore", "./scratch/h.py", "./scratch/pkg/deep.py", "./scratch/v.py"]
+    named = ("scratch/v.py:score", "math,scratch/v.py:f", f"--verifier={here}/scratch/v.py:f", "cd . && x scratch/v.py")
+    for word in named:
+        copy, copied = copy_of(here, "python", word)
+        assert copied == code and links_in(copy) == {"scratch/data.txt": str(here / "scratch" / "data.txt")}
+        shutil.rmtree(copy.parent)
+
+
 def test_links_deleted_files_and_submodules(tmp_path):
     """A tracked link stays one, and leads out where it led out; a deleted file is left out; submodules are copied."""
     other = repository(tmp_path / "other", lib_py="5")
@@ -70,6 +84,8 @@ def test_links_deleted_files_and_submodules(tmp_path):
     (here / "inner.py").symlink_to("a.py")
     (here / "outer.py").symlink_to("../outside.py")
     (here / "nowhere.py").symlink_to("none")
+    (here / "absolute.py").symlink_to(here / "a.py")
+    (here / "around.py").symlink_to("../here/a.py")
     subprocess.run([*GIT, "submodule", "add", "-q", str(other), "sub"], cwd=here, check=True, capture_output=True)
     subprocess.run([*GIT, "add", "."], cwd=here, check=True)
     (here / "gone.py").unlink()
@@ -77,7 +93,8 @@ def test_links_deleted_files_and_submodules(tmp_path):
     copy, copied = copy_of(here, "sub/lib.py")
     assert copied == ["./.gitmodules", "./a.py", "./sub/lib.py"] and (copy / "sub/lib.py").read_text() == "edited"
     outside = str(tmp_path / "outside.py")
-    assert links_in(copy) == {"inner.py": "a.py", "outer.py": outside, "nowhere.py": "none"}
+    inner = dict.fromkeys(("inner.py", "absolute.py", "around.py"), "a.py")
+    assert links_in(copy) == {**inner, "outer.py": outside, "nowhere.py": "none"}
 
 
 def test_a_folder_below_the_root_and_before_the_first_commit(tmp_path):
@@ -103,11 +120,11 @@ def test_without_git(tmp_path, monkeypatch, capsys):
     assert "not a git repository" in said and "run git init there, or use --live" in said
 
 
-def submitted(here: Path, run_dir: str, *command: str) -> Path:
+def submitted(here: Path, run_dir: str, *command: str, **variables: str) -> Path:
     """The script of a job on Slurm that has not begun."""
     (here.parent / "sbatch").write_text("#!/bin/sh\necho 17\n")
     (here.parent / "sbatch").chmod(0o755)
-    env = os.environ | {"PATH": f"{here.parent}:{os.environ['PATH']}"}
+    env = os.environ | {"PATH": f"{here.parent}:{os.environ['PATH']}"} | variables
     words = [*SUBMIT, "--backend", "slurm", "--run_dir", run_dir, "--", *command]
     subprocess.run(words, cwd=here, env=env, check=True, capture_output=True)
     return next((here / run_dir).glob("*/job.sh"))
@@ -131,3 +148,31 @@ def test_what_comes_and_what_stays(tmp_path):
         assert (done.returncode, done.stdout.splitlines(), done.stderr) == (0, lines, "")
         (script.parent / "code" / "a.py").write_text("print('old')")
     assert (here / "pkg" / "new.txt").read_text() == "new\n" and (here / "a.py").read_text() == "print('edited')"
+
+
+def test_whatever_leads_to_the_code_leads_to_the_copy(tmp_path):
+    """The folder through a link, as a home folder is, in the command and in PYTHONPATH, and a file above the script."""
+    here = repository(tmp_path / "real", lib_py="word = 'old'", sub__a_py="import lib\nprint(lib.word)")
+    (tmp_path / "link").symlink_to(here)
+    path = f"{tmp_path}/link:/nowhere"
+    script = submitted(here, "job", "bash", "-c", f"python3 {tmp_path}/link/sub/a.py", PYTHONPATH=path)
+    (here / "lib.py").write_text("word = 'edited'")
+    (here / "sub" / "a.py").write_text("print('edited')")
+    env = os.environ | {"SLURM_NODEID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYTHONPATH": path}
+    done = subprocess.run(["bash", script], cwd=here, env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "old\n"), done.stderr
+
+
+def test_what_lies_outside_is_refused_or_named(tmp_path, monkeypatch, capsys):
+    """A path that leads out of the folder would lead elsewhere from its copy, and end a job that has waited."""
+    here = repository(tmp_path / "here", a_py="", sub__b_py="")
+    (tmp_path / "v.py").touch()
+    monkeypatch.chdir(here / "sub")
+    start = ("--backend", "slurm", "--dry_run")
+    for word in ("../a.py", "--output_dir=../runs", "math,../../v.py:f"):
+        assert "leads out of" in refused(capsys, *start, "--", "python", word)
+        assert submit.main([*start, "--live", "--", "true", word]) == 0
+    assert submit.main([*start, "--", "python", "b.py", f"{tmp_path}/v.py:f", "--text", "...", "a ../b"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"note: not copied, so that edits reach the job: {tmp_path}/v.py\n"
+    assert said.out.count("\n") <= 3 and said.out.splitlines()[-1].startswith("# would run sbatch "), "one line each"

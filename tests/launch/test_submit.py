@@ -187,7 +187,7 @@ def test_golden(backend):
     job = job_of(backend, EXAMPLES[backend])
     plan = submit.render(job)
     submit.check_secrets(job, plan, secrets)
-    text = submit.show(plan, job) + "\n"
+    text = submit.show(plan, with_changes(job, verbose=True)) + "\n"
     assert SECRET not in text and SECRET[::-1] not in text
     golden = ROOT / "tests" / "golden" / "submit" / f"{backend}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
@@ -281,12 +281,23 @@ def test_a_command_is_needed(words, capsys):
     assert "write it after --" in refused(capsys, "--backend", "local", "--dry_run", *words)
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "1", "python", "a.py"], "python: put -- before the command: submit.py [flags] -- python a.py"),
+        (["--gpu", "1", "--", "true"], "unrecognized arguments: --gpu 1; perhaps --gpus"),
+    ],
+)
+def test_a_mistake_before_the_command_is_answered(words, says, capsys):
+    assert says in refused(capsys, "--backend", "slurm", *words)
+
+
 @pytest.mark.parametrize("backend", submit.BACKENDS)
 def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
     """In a command, in --env or in the uncommitted changes its value is an error that does not show it."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.chdir(repository(tmp_path, grpo_py=""))
-    start = ["--backend", backend, *needed(backend).split(), "--dry_run"]
+    start = ["--backend", backend, *needed(backend).split(), "--dry_run", "--verbose"]
     for words in (["--", "python", "grpo.py", f"--token={SECRET}"], ["--env", f"A={SECRET}", "--", "true"]):
         said = refused(capsys, *start, *words)
         assert "value of HF_TOKEN is in" in said and SECRET not in said
@@ -322,7 +333,7 @@ def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatc
     monkeypatch.setattr(submit.time, "strftime", lambda form: "20260101-120000")
     monkeypatch.setattr(submit.secrets, "token_hex", lambda count: "1a2b")
     argv = ["--backend", backend, *needed(backend).split(), "--run_dir", "here", "--", *COMMAND]
-    assert submit.main([*argv[:2], "--dry_run", *argv[2:]]) == 0
+    assert submit.main([*argv[:2], "--dry_run", "--verbose", *argv[2:]]) == 0
     shown = capsys.readouterr().out
     assert not (tmp_path / "here").exists()
     assert submit.main(argv) == 0
