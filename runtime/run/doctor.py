@@ -1,4 +1,7 @@
-"""The doctor's rules, which find faults of a run in its metrics; docs/maintainers/doctor.md explains them."""
+"""The doctor's rules, which find faults of a run in its metrics; docs/maintainers/doctor.md explains them.
+
+doctor.tsv has what each rule says: what is wrong, with numbers in braces, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ SMOOTH = 5  # steps in the running mean that dates a finding
 SOLVED = 0.9  # reward/correct above which a reward need not rise any more
 # Kept samples hide what is learned: of these metrics the one of all drawn samples counts, if it was logged.
 OF_ALL_DRAWN = {"reward/mean": "data/reward_mean", "reward/zero_std_frac": "data/zero_std_frac"}
-FAILURES = ("timeouts", "errors", "unscorable")
+FAILURES = ("timeouts", "crashes", "unscorable")
 
 
 @dataclass(frozen=True)
@@ -151,57 +154,9 @@ RULES = (
     Rule("skipped_steps", "optim/skipped", ge, least=0.02),
     Rule("stale_samples", "sampler/ess", lt, least=0.5),
 )
-# Rule -> (what is wrong, what to do).
-TEXTS = {
-    "reward_flat": (
-        "the reward does not rise: {start:.3f} in the first steps, {last:.3f} in the last third",
-        "Look at samples.jsonl: is the score what you mean? Then at the learning rate.",
-    ),
-    "reward_falls": (
-        "the reward fell from {start:.3f} in the first steps to {last:.3f}",
-        "Lower --learning_rate, or add a KL (--beta); a wrong sign in an edited loss looks like this, too.",
-    ),
-    "extraction": (
-        "no answer was extracted from {last:.0%} of the complete responses",
-        "Give the verifier that fits the prompt (--verifier), or ask for its format (--system_prompt).",
-    ),
-    "verifier_failures": (
-        "verifications fail and count as 0: {last:.1%} of the samples (reward/timeouts, errors and unscorable)",
-        "Raise --call_timeout for time-outs; reward_status in samples.jsonl names the others.",
-    ),
-    "equal_groups": (
-        "zero-variance groups {last:.0%} with a mean reward of {reward:.3f}: too easy, too hard, or too alike",
-        "Use other problems, --dynamic_sampling_rounds, a larger group, or a higher --temperature.",
-    ),
-    "truncation": (
-        "{last:.0%} of the responses are truncated at {limit} tokens",
-        "Raise --max_response_length; with --mask_truncated_completions they are not trained on.",
-    ),
-    "length_growth": (
-        "responses grew from {start:.0f} to {last:.0f} tokens while reward/correct changed by {better:+.3f}",
-        "The reward or the loss pays for length: see --loss_norm, --non_stop_penalty, and samples.jsonl.",
-    ),
-    "entropy_collapse": (
-        "entropy fell from {start:.3f} to {last:.4f} nats per token with {correct:.0%} of the responses right",
-        "Exploration is over: lower --learning_rate, raise --clip_higher, or add a KL (--beta).",
-    ),
-    "mismatch_growth": (
-        "engine and trainer differ by {last:.3f} nats per token, at first by {start:.4f}",
-        "Weights do not arrive, or responses are scored as another model's: do not switch --max_logprob_diff off.",
-    ),
-    "kl_runaway": (
-        "the KL to the reference is {last:.1f} nats per response, the reward changed by {gain:+.3f} since the start",
-        "Raise --beta or lower --learning_rate; docs/kl.md says which settings pull back, and which push away.",
-    ),
-    "skipped_steps": (
-        "{last:.2f} optimizer steps per step were skipped, their loss or gradient was not finite",
-        "Lower --learning_rate; try --dtype float32; look for a division by zero in a reward or an edited loss.",
-    ),
-    "stale_samples": (
-        "the effective sample size is {last:.0%}: the samples are too old (sampler/staleness)",
-        "Lower --async_steps or --learning_rate.",
-    ),
-}
+# Rule -> [what is wrong, what to do].
+ROWS = [line.split("\t") for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[1:]]
+TEXTS = {name: texts for name, *texts in ROWS}
 
 
 def examine(case: Case) -> list[Finding]:
