@@ -1,21 +1,17 @@
-"""Network of a launch: this node's address and interface, and connections that show when a process has ended.
-
-Imports the standard library only.
-"""
+"""Network of a launch: this node's address and interface, and connections that show when a process has ended."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import socket
-import struct
+
+import psutil
 
 from runtime.system.process import refuse, several_nodes
 
 SILENCE = 15  # seconds after which a node that does not answer counts as gone
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 def own_address() -> str:
@@ -30,7 +26,7 @@ def own_address() -> str:
     if given:
         addresses = interface_addresses(given.split(",")[0])
         if not addresses:
-            names = ", ".join(name for _, name in socket.if_nameindex())
+            names = ", ".join(psutil.net_if_addrs())
             refuse(f"GLOO_SOCKET_IFNAME {given}: this node has no such interface with an address; it has {names}")
         return addresses[0]
     # The last two are addresses of no host, which only a default route reaches.
@@ -58,16 +54,10 @@ def local_end(goal: str) -> str | None:
 
 
 def interface_addresses(name: str) -> list[str]:
-    """Return the IPv4 address of an interface, then its global IPv6 addresses; [] if there is no such interface."""
-    found = []
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as lines:
-        for digits, _, _, scope, _, interface in map(str.split, lines):
-            if interface == name and scope == "00":
-                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
+    """Return the IPv4 address of an interface, then its IPv6 addresses without link-local ones; [] without it."""
+    own = psutil.net_if_addrs().get(name, [])
+    found = [entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in own if entry.family == family]
+    return [address for address in found if "%" not in address]  # fe80::1%eth0: of a link
 
 
 def choose_interface() -> None:
@@ -79,7 +69,7 @@ def choose_interface() -> None:
     if not several_nodes() or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address = own_address()
-    names = [name for _, name in socket.if_nameindex() if address in interface_addresses(name)]
+    names = [name for name in psutil.net_if_addrs() if address in interface_addresses(name)]
     if names:
         os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
