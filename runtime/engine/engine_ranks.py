@@ -45,13 +45,6 @@ def weights_group(store: dist.Store, rank: int, size: int, timeout: float) -> di
     return dist.ProcessGroupGloo(shared, rank, size, patience)
 
 
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Send a tensor from rank 0 of the group into those of the others."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor], options).wait()
-
-
 def own_device() -> torch.device:
     """Return the device of this rank, and make it the current device of the calling thread."""
     if not torch.cuda.is_available():
@@ -172,7 +165,7 @@ class Engines:
             device = own_device()
             try:
                 for _, weight in weights:
-                    broadcast(self.group, weight.detach().to(device).contiguous())
+                    self.group.broadcast(weight.detach().to(device).contiguous(), 0).wait()
                     Watch.heartbeat()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
@@ -330,7 +323,7 @@ class WeightsReceiver:
         while not self.entries.empty():
             name, shape, dtype = self.entries.get()
             weight = torch.empty(shape, dtype=dtype, device=device)
-            broadcast(self.group, weight)
+            self.group.broadcast(weight, 0).wait()
             yield name, weight
 
     def _finish(self, worker: threading.Thread) -> None:
