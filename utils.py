@@ -110,11 +110,7 @@ def setup_run(args, ready: tuple) -> Run:
         digest=digest,
     )
     if run.rank == 0:
-        hardware = f"{device.type} {run.dtype}"
-        whole = (problems, eval_problems)
-        logger.print_header(
-            args, folder, *whole, tokenizer, run.total_steps, hardware, chosen.model, chosen.setting, run.sizes
-        )
+        logger.print_header(args, run, chosen)
         print(f"rows       {run.layout} ({chosen.layout_reason}), {run.attention} attention")
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(run.sizes).items())} ({chosen.reason})")
         print("\n".join(kl_lines(args)), flush=True)

@@ -10,8 +10,10 @@ if something was found, else 0; 2 for wrong arguments. docs/maintainers/doctor.m
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/plot.py
 
@@ -24,12 +26,20 @@ from runtime.run.run_files import read, read_config
 UNLEARNED = 3  # the exit code where a finished run did not learn
 
 
+def read_verdict(folder: Path) -> dict[str, Any] | None:
+    """Return verdict.json of a finished run, or None if it is missing or damaged."""
+    try:
+        return json.loads((folder / verdict.FILE).read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def opening(folder: Path, metrics: list[dict], evals: list[dict]) -> tuple[str, int]:
     """Return (the verdict of a finished run, the doctor's findings and the summary; the exit code that they mean).
 
     A run without verdict.json is still going, or ended early; its findings are as of now.
     """
-    found = verdict.read_verdict(folder)
+    found = read_verdict(folder)
     if found is not None:
         lines = verdict.in_words(found).splitlines()
         findings = found["findings"]

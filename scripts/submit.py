@@ -45,7 +45,7 @@ import submit_snapshot
 from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, copied_path, file_at, has_launcher, split_at
 
 from runtime.system import git
-from runtime.system.redaction import SECRET_NAME, form_of_secret
+from runtime.system.redaction import FORMS, SECRET_NAME, names_secret
 
 LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 HELD = 73  # exit code: this command still waits or runs (EX_CANTCREAT)
@@ -400,6 +400,19 @@ def render(job: Job) -> Plan:
     if diff := job.git.get("diff"):
         files[f"{job.folder}/uncommitted.patch"] = diff
     return dataclasses.replace(plan, files=files)
+
+
+def form_of_secret(words: list[str]) -> str:
+    """Return the kind of secret in the words of a command line, or "" if there is none."""
+    text = "\0".join(words)
+    for what, form in FORMS:
+        if form.search(text):
+            return what
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and names_secret(flag) and (value if equals else following[:2].strip("-")):
+            return f"the value of {flag}"
+    return ""
 
 
 def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:

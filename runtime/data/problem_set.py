@@ -48,24 +48,10 @@ COUNTDOWN = (
 )
 
 # What other frameworks' data sets call a verifier: verl's column data_source and open-instruct's column dataset.
-VERIFIER_ALIASES = {
-    "gsm8k": "gsm8k",
-    "openai/gsm8k": "gsm8k",
-    "math": "math",
-    "math_dapo": "math",
-    "math_dapo_reasoning": "math",
-    "lighteval/math": "math",
-    "digitallearninggmbh/math-lighteval": "math",
-    "huggingfaceh4/math-500": "math",
-    "code": "code",
-    "code_stdio": "code",
-    "codecontests": "code",
-    "apps": "code",
-    "codeforces": "code",
-    "taco": "code",
-    "ifeval": "ifeval",
-    "countdown": "countdown",
-}
+MATH = ("math_dapo", "math_dapo_reasoning", "lighteval/math", "digitallearninggmbh/math-lighteval")
+VERIFIER_ALIASES = dict.fromkeys((*MATH, "math", "huggingfaceh4/math-500"), "math")
+VERIFIER_ALIASES |= dict.fromkeys(("code", "code_stdio", "codecontests", "apps", "codeforces", "taco"), "code")
+VERIFIER_ALIASES |= {"gsm8k": "gsm8k", "openai/gsm8k": "gsm8k", "ifeval": "ifeval", "countdown": "countdown"}
 
 Messages = list[dict[str, str]]  # a conversation: role and content of each
 Pick = Callable[[str, list[str], int], list[str]]  # (source, keys of its problems, count) -> the chosen keys
@@ -372,15 +358,12 @@ def _check_text(key: str, text: str) -> None:
         raise ValueError(f"has a {key!r} that is not UTF-8 text, at {around!r}") from None
 
 
-def problems_of(rows: list, start: int, columns: Columns, check: Check) -> tuple[list[Problem], BadRows]:
-    """Return (the problems, [(index, error)] of the other rows); ``start`` is the index of the first row."""
-    problems, bad = [], []
-    for index, row in enumerate(rows, start):
-        try:
-            problems.append(make_problem(row, columns, check))
-        except ValueError as error:
-            bad.append((index, str(error)))
-    return problems, bad
+def check_row(row: Any, columns: Columns, check: Check) -> tuple[list[Problem], str]:
+    """Return (a list of the row's problem, ""), or ([], what is wrong with the row)."""
+    try:
+        return [make_problem(row, columns, check)], ""
+    except ValueError as error:
+        return [], str(error)
 
 
 def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
@@ -407,9 +390,9 @@ def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, ch
     """
     found: dict[str, list[str]] = {"problem": [], "wrong": []}
     for row in rows_of(batch, places[0]):
-        problems, bad = problems_of([row], 0, columns, check)
+        problems, wrong = check_row(row, columns, check)
         found["problem"].append(json.dumps([vars(problem) for problem in problems]))
-        found["wrong"].append("".join(why for _, why in bad))
+        found["wrong"].append(wrong)
     return found
 
 
@@ -424,8 +407,8 @@ def _batches(raws: list, size: int = 1000) -> Iterator[list]:
             yield rows
 
 
-def check_rows(source: str, raws: list, args, check: Check):
-    """Return a data set with the columns of ``_check_batch`` for a source, made by several processes or cached.
+def check_large(source: str, raws: list, args, check: Check) -> Iterator[tuple[list[Problem], str]]:
+    """Yield ``check_row`` of each row of a source, computed by several processes or read from the cache.
 
     What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--verifier``:
     a change of any of them is checked again.
@@ -441,43 +424,28 @@ def check_rows(source: str, raws: list, args, check: Check):
     rules = digest(repr([columns, args.allow_unsafe_code_exec]).encode(), digest_of_files(sorted(code)).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
     kinds = dict.fromkeys(("problem", "wrong"), datasets.Value("string"))
-    checked = []
     for raw, files in raws:
         key = digest(rules.encode(), raw._fingerprint.encode())
         try:
-            checked.append(cached_map(raw, function, kinds, key, "checking rows"))
+            checked = cached_map(raw, function, kinds, key, "checking rows").to_dict()
         except BrokenLine as error:
             refuse_broken_line(files, error)
-    return datasets.concatenate_datasets(checked)
-
-
-def _read_checked(source: str, raws: list, args, check: Check) -> list[Problem]:
-    """Return the usable problems of a large source, through the cache."""
-    checked = check_rows(source, raws, args, check).to_dict()
-    bad = [(index, wrong) for index, wrong in enumerate(checked["wrong"]) if wrong]
-    report_bad_rows(bad, len(checked["wrong"]), source, args)
-    return [Problem(**found) for text in checked["problem"] for found in json.loads(text)]
-
-
-def _read_small(source: str, rows: list, args, check: Check) -> list[Problem]:
-    """Return the usable problems of rows in memory."""
-    columns = look_at(source, [rows], args, check)
-    problems, bad = problems_of(rows, 0, columns, check)
-    report_bad_rows(bad, len(rows), source, args)
-    return problems
+        for text, wrong in zip(checked["problem"], checked["wrong"], strict=True):
+            yield [Problem(**found) for found in json.loads(text)], wrong
 
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     """Return all usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
-    if source.startswith(GYM):
-        problems = _read_small(source, gym_rows(source, args.seed), args, check)
+    raws = [] if source.startswith(GYM) else read_source(source, args)
+    if sum(len(raw) for raw, _ in raws) >= LARGE:
+        checked = list(check_large(source, raws, args, check))
     else:
-        raws = read_source(source, args)
-        if sum(len(raw) for raw, _ in raws) >= LARGE:
-            problems = _read_checked(source, raws, args, check)
-        else:
-            rows = [row for batch in _batches(raws) for row in batch]
-            problems = _read_small(source, rows, args, check)
+        read = [gym_rows(source, args.seed)] if source.startswith(GYM) else _batches(raws)
+        rows = [row for batch in read for row in batch]
+        columns = look_at(source, [rows], args, check)
+        checked = [check_row(row, columns, check) for row in rows]
+    report_bad_rows([(index, wrong) for index, (_, wrong) in enumerate(checked) if wrong], len(checked), source, args)
+    problems = [problem for found, _ in checked for problem in found]
     name = source_name(source)
     distinct: dict[str, Problem] = {}
     contradicting = set()
@@ -512,7 +480,9 @@ def _mix(sources: list, flag: str, args, check: Check, pick: Pick) -> dict[str, 
             for problem in own.values():
                 problem.source = source.replace("/", "-")
         wanted = round(part * len(own)) if isinstance(part, float) else part
-        if not 0 < wanted <= len(own):
+        if part is None:  # all, and their number may be 0
+            wanted = len(own)
+        elif not 0 < wanted <= len(own):
             refuse(f"{flag}: {source!r} has {len(own)} distinct problems, {part} asks for {wanted}")
         if wanted < len(own):
             chosen = pick(source, list(own), wanted)
@@ -523,8 +493,6 @@ def _mix(sources: list, flag: str, args, check: Check, pick: Pick) -> dict[str, 
 
 def mixed_problems(args, check: Check) -> dict[str, Problem]:
     """Return the problems of ``--dataset``, where ``--seed`` draws those of a mixture; the key is the prompt."""
-    if args.sources[0].part is None:
-        return read_problems(args.sources[0].name, args, check)
 
     def draw(source: str, keys: list[str], count: int) -> list[str]:
         return random.Random(f"{args.seed}/{source}").sample(keys, count)
@@ -540,14 +508,9 @@ def evaluation_problems(args, check: Check) -> dict[str, Problem] | None:
     FLAG.set("--eval_dataset")
     if args.eval_dataset is None:
         return None
+    found = _mix(args.eval_sources, "--eval_dataset", args, check, lambda source, keys, count: keys[:count])
     if args.eval_sources[0].part is not None:
-
-        def first(source: str, keys: list[str], count: int) -> list[str]:
-            return keys[:count]
-
-        found = _mix(args.eval_sources, "--eval_dataset", args, check, first)
         return found if args.eval_prompts > 0 else {}
-    found = read_problems(args.eval_sources[0].name, args, check)
     if args.eval_prompts > 0 and args.eval_prompts != len(found):
         which = "all" if args.eval_prompts > len(found) else f"the first {args.eval_prompts}"
         print_on_rank_0(f"--eval_prompts {args.eval_prompts}: {which} of the {len(found)} of {args.eval_dataset}")

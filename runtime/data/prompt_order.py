@@ -40,26 +40,17 @@ def prompts_at(
     return found
 
 
-def sampling_seed(
-    seed: int,
-    step: int | str,
-    prompt_id: int,
-    sample_id: int,
-) -> int:
-    """Return the seed of one response: it depends on these four numbers, not on what the engine did before."""
-    return seed_from(f"{seed}/{step}/{prompt_id}/{sample_id}")
-
-
 def requests(chosen: Sequence[int], count: int, seed: int, step: int | str) -> list[Request]:
     """Return (place in the batch, number of the response, seed) of ``count`` responses to each problem in ``chosen``.
 
-    A problem that is drawn twice, where one epoch ends and the next begins, gets different seeds the second time.
+    A seed depends on these numbers alone, not on what the engine did before. A problem that is drawn twice, where one
+    epoch ends and the next begins, gets different seeds the second time.
     """
     wanted = []
     for place, problem in enumerate(chosen):
         before = count * chosen[:place].count(problem)
         for k in range(count):
-            wanted.append((place, k, sampling_seed(seed, step, problem, before + k)))
+            wanted.append((place, k, seed_from(f"{seed}/{step}/{problem}/{before + k}")))
     return wanted
 
 
@@ -141,19 +132,6 @@ def draw_metrics(rounds: list[list[Sample]], prompts: int) -> dict[str, float]:
     }
 
 
-def drop_solved(
-    problems: list[int],
-    rates: Sequence[float],
-    threshold: float,
-    share: float,
-) -> list[int]:
-    """Return ``problems`` without the best of those solved at a rate >= ``threshold``, at most ``share`` of all."""
-    solved = [i for i in problems if rates[i] >= threshold]
-    solved.sort(key=lambda i: -rates[i])
-    gone = set(solved[: int(share * len(problems))])
-    return [i for i in problems if i not in gone]
-
-
 @dataclasses.dataclass
 class DrawState:
     """Position of a run in its training problems. JSON can hold all of it; a checkpoint stores its ``vars``."""
@@ -193,15 +171,20 @@ class Prompts:
             self.state.rates[index] = sum(map(is_correct, own)) / group
 
     def drop_solved(self) -> int:
-        """Drop solved problems if an epoch has ended since the last call; return the number of problems still drawn."""
+        """Drop solved problems if an epoch has ended since the last call; return the number of problems still drawn.
+
+        ``--dataset_filter`` SHARE THRESHOLD: at most this share of all, the best of those solved at this rate or above.
+        """
         state = self.state
         epoch = state.position // len(state.kept)
         if epoch > state.epoch:
             state.epoch = epoch
             share, threshold = self.args.dataset_filter
-            left = drop_solved(state.kept, state.rates, threshold, share)
-            if len(left) < len(state.kept):
-                state.kept = left
+            solved = [i for i in state.kept if state.rates[i] >= threshold]
+            solved.sort(key=lambda i: -state.rates[i])
+            dropped = set(solved[: int(share * len(state.kept))])
+            if dropped:
+                state.kept = [i for i in state.kept if i not in dropped]
                 state.position = 0
                 state.epoch = 0
         return len(state.kept)

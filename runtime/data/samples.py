@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
+from statistics import multimode
 from typing import Any
 
 import numpy as np
@@ -151,10 +151,6 @@ def majority(group: list[Sample]) -> float:
     All correct responses give the same answer, however they write it. Without an extracted answer, the whole text is
     the answer.
     """
-    votes: Counter[str | None] = Counter()
-    for sample in group:
-        answer = None if is_correct(sample) else (sample.extracted or sample.response).strip()
-        votes[answer] += 1
-    highest = max(votes.values())
-    first = [answer for answer, count in votes.items() if count == highest]
+    answers = [None if is_correct(sample) else (sample.extracted or sample.response).strip() for sample in group]
+    first = multimode(answers)
     return first.count(None) / len(first)

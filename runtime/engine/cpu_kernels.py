@@ -2,10 +2,12 @@
 
 Its CPU package contains kernels for RMSNorm that it calls on GPUs only. Without them a norm is a dozen PyTorch
 operations, and a model of 30 layers has 61: a seventh of the time of a decoding step (SmolLM2-135M, 64 sequences, two
-cores). They are registered by a name, which the engine's configuration prefers.
+cores). So vLLM's functions that call them are registered by another name, which the engine's configuration prefers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -20,44 +22,35 @@ def takes(weight: torch.Tensor | None, variance_size: int | None, *tensors: torc
     return all(tensor.dtype == weight.dtype and tensor.is_contiguous() for tensor in tensors)
 
 
+# vLLM compares names and defaults with those of its own functions.
+def takes_norm(x, weight, epsilon, variance_size=None) -> bool:
+    """Return True if the kernel supports this norm."""
+    return takes(weight, variance_size, x)
+
+
+def takes_sum(x, x_residual, weight, epsilon, variance_size=None) -> bool:
+    """Return True if the kernel supports this norm of a sum."""
+    return takes(weight, variance_size, x, x_residual)
+
+
+def register(op, supports_args: Callable[..., bool]) -> None:
+    """Register vLLM's implementation for GPUs as one for CPUs, unless an engine of this process has done so."""
+    theirs = op.impls["vllm_c"]
+    if NAME not in op.impls:
+        decorate = op.register_impl(NAME, supports_args=supports_args, inplace=theirs.inplace)
+        decorate(theirs.impl_fn)
+
+
 def kernel_config() -> dict:
     """Return the argument ``kernel_config`` of vLLM's ``LLM``, after registering the implementations if necessary."""
     from vllm import ir
     from vllm.platforms import current_platform
 
-    current_platform.import_ir_kernels()  # the kernels, and vLLM's own implementations
-    if NAME not in ir.ops.rms_norm.impls:
-        register(ir.ops)
-    return {"ir_op_priority": {"rms_norm": [NAME, "native"], "fused_add_rms_norm": [NAME, "native"]}}
-
-
-def register(ops) -> None:
-    """Register both norms. vLLM compares names, annotations and defaults with those of its own functions."""
-
-    def takes_norm(x, weight, epsilon, variance_size=None):
-        return takes(weight, variance_size, x)
-
-    def takes_sum(x, x_residual, weight, epsilon, variance_size=None):
-        return takes(weight, variance_size, x, x_residual)
-
-    @ops.rms_norm.register_impl(NAME, supports_args=takes_norm)
-    def rms_norm(
-        x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> torch.Tensor:
-        output = torch.empty_like(x)
-        torch.ops._C.rms_norm(output, x, weight, epsilon)
-        return output
-
-    @ops.fused_add_rms_norm.register_impl(NAME, supports_args=takes_sum, inplace=True)
-    def fused_add_rms_norm(
-        x: torch.Tensor,
-        x_residual: torch.Tensor,
-        weight: torch.Tensor | None,
-        epsilon: float,
-        variance_size: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
-        return x, x_residual
+    current_platform.import_ir_kernels()
+    register(ir.ops.rms_norm, takes_norm)
+    register(ir.ops.fused_add_rms_norm, takes_sum)
+    preferred = [NAME, "native"]
+    return {"ir_op_priority": {"rms_norm": preferred, "fused_add_rms_norm": preferred}}
 
 
 def save_time_and_memory() -> None:

@@ -24,30 +24,28 @@ from torch import nn
 from runtime.run import directory, identity
 from runtime.system import process, user_files
 from runtime.system.watchdog import Watch
+from runtime.training.deepspeed_zero import whole_numel
 
 GIB = 2**30
 
 
 def random_states() -> dict:
-    """Return the states of this process's random number generators, as tensors, lists and numbers.
+    """Return the states of this process's random number generators.
 
     The scripts draw nothing from them: each sample and shuffle has a seed of its own. They are kept for edited copies.
     """
-    version, numbers, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 (libraries draw from the global state)
     return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, keys.tolist(), *rest],
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 (libraries draw from the global state)
         "torch": torch.get_rng_state(),
-        "cuda": [x.cpu() for x in torch.cuda.get_rng_state_all()],
+        "cuda": torch.cuda.get_rng_state_all(),
     }
 
 
 def set_random_states(states: dict) -> None:
     """Restore the random states that ``random_states`` returned."""
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(states["numpy"]))  # noqa: NPY002
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
     torch.set_rng_state(states["torch"])
     if states["cuda"]:
         torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])  # there may have been more
@@ -121,8 +119,7 @@ class Checkpoints:
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"].get(name, {}))  # earlier code may not have had this part
         if self.rank < ranks:
-            states = torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=True)
-            set_random_states(states)
+            set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=False))
         else:  # not the numbers that a rank of this number has drawn before, in another part of the run
             set_seed(random.Random(f"{self.args.seed}/{self.rank}/{state['step']}").getrandbits(32))
         if self.rank == 0:
@@ -268,8 +265,7 @@ class Checkpoints:
             size = 0
             for engine in self.engines.values():
                 for weight in engine.parameters():
-                    count = getattr(weight, "ds_numel", weight.numel())  # ZeRO 3 keeps a part of it here
-                    size += count * (2 * weight.element_size() + 12)
+                    size += whole_numel(weight) * (2 * weight.element_size() + 12)
         free = shutil.disk_usage(self.folder).free
         if free < 1.2 * size:
             raise OSError(f"{free / GIB:.2f} GiB free in {self.folder}, {1.2 * size / GIB:.2f} GiB needed")

@@ -1,10 +1,13 @@
-"""The doctor's rules, which find faults of a run in its metrics; docs/maintainers/doctor.md explains them."""
+"""The doctor's rules, which find faults of a run in its metrics; docs/maintainers/doctor.md explains them.
+
+doctor.tsv has a row for each rule: its metric and bound, and what it says, with numbers in braces.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import operator
 from dataclasses import dataclass
-from operator import ge, gt, lt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,7 @@ SMOOTH = 5  # steps in the running mean that dates a finding
 SOLVED = 0.9  # reward/correct above which a reward need not rise any more
 # Kept samples hide what is learned: of these metrics the one of all drawn samples counts, if it was logged.
 OF_ALL_DRAWN = {"reward/mean": "data/reward_mean", "reward/zero_std_frac": "data/zero_std_frac"}
-FAILURES = ("timeouts", "errors", "unscorable")
+FAILURES = ("timeouts", "crashes", "unscorable")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Case:
         place = 3 * (values.index - begin)
         start = values[place <= steps].iloc[:SMOOTH]
         last = values[place > 2 * steps]
-        return start.mean(), last.mean(), np.hypot(start.sem(), last.sem())
+        error = np.hypot(start.sem(), last.sem())
+        return start.mean(), last.mean(), error
 
     def last(self, name: str) -> float:
         """Return the mean of a metric over the last third of the steps."""
@@ -83,25 +87,30 @@ class Case:
         gain, error = self.change("reward/mean")
         return gain > 2 * error or self.last("reward/correct") > SOLVED
 
+    def more_right(self) -> bool:
+        """Return True if more responses are right than in the first steps, by 0.05 and by two standard errors."""
+        better, error = self.change("reward/correct")
+        return better > max(0.05, 2 * error)
 
-def failed(case: Case) -> pd.Series:
-    """Return the fraction of the scores that are zeros because the verifier failed."""
-    samples = case.args.get("num_unique_prompts_rollout", 0) * case.args.get("num_samples_per_prompt_rollout", 0)
-    return sum(case.curve(f"reward/{kind}") for kind in FAILURES) / (samples or np.inf)
+    def holds(self, condition: str) -> bool:
+        """Return True if a method of this name, behind "not " if it must not, says so; False for ""."""
+        name = condition.removeprefix("not ")
+        return name != "" and getattr(self, name)() == (name == condition)
 
+    def failed(self) -> pd.Series:
+        """Return the fraction of the scores that are zeros because the verifier failed."""
+        prompts = self.args.get("num_unique_prompts_rollout", 0)
+        samples = prompts * self.args.get("num_samples_per_prompt_rollout", 0)
+        failures = sum(self.curve(f"reward/{kind}") for kind in FAILURES)
+        return failures / (samples or np.inf)
 
-def unanswered(case: Case) -> pd.Series:
-    """Return the fraction of the complete responses in which the verifier found no answer, by its part ``format``.
+    def unanswered(self) -> pd.Series:
+        """Return the fraction of the complete responses in which the verifier found no answer, by its part ``format``.
 
-    Truncated responses that have an answer make it smaller. A verifier that looks for no answer has no such part.
-    """
-    complete = 1 - case.curve("completions/truncated_frac")
-    return (1 - case.curve("reward/format") / complete[complete > 0]).dropna()
-
-
-def more_right(case: Case) -> bool:
-    better, error = case.change("reward/correct")
-    return better > max(0.05, 2 * error)
+        Truncated responses that have an answer make it smaller. A verifier that looks for no answer has no such part.
+        """
+        complete = 1 - self.curve("completions/truncated_frac")
+        return (1 - self.curve("reward/format") / complete[complete > 0]).dropna()
 
 
 @dataclass(frozen=True)
@@ -109,99 +118,52 @@ class Rule:
     """A metric whose mean over the last third of the steps is ``beyond`` a bound in a run with this fault.
 
     The bound is ``times`` the mean of the first steps plus ``errors`` standard errors of the change, or ``least`` if
-    that is larger. ``unless``: True for a run without this fault.
+    that is larger. ``unless``: what holds in a run without this fault. A ``trend`` needs TREND_STEPS.
     """
 
     name: str
-    metric: str | Callable[[Case], pd.Series]
-    beyond: Callable[[Any, float], Any]
-    least: float = -np.inf
-    times: float = 0.0
-    errors: float = 0.0
-    trend: bool = False
-    unless: Callable[[Case], bool] = lambda case: False
+    metric: str  # or a method of Case
+    beyond: str  # a function of the module operator
+    least: float
+    times: float
+    errors: float
+    trend: bool
+    unless: str
+    what: str
+    remedy: str
+
+    @classmethod
+    def of(cls, row: dict[str, str]) -> Rule:
+        """Read a row of doctor.tsv."""
+        numbers = {name: float(row[name]) for name in ("least", "times", "errors")}
+        return cls(**row | numbers | {"trend": row["trend"] == "yes"})
 
     def __call__(self, case: Case) -> Finding | None:
         """Return the finding of a run with this fault, dated by the last stretch of running means beyond the bound."""
-        values = self.metric(case) if callable(self.metric) else case.curve(self.metric)
+        values = case.curve(self.metric) if "/" in self.metric else getattr(case, self.metric)()
+        beyond = getattr(operator, self.beyond)
         start, last, error = case.compare(values)
         bound = max(self.least, self.times * start + (self.errors * error if self.errors else 0.0))
-        if not self.beyond(last, bound) or (self.trend and len(case.metrics) < TREND_STEPS) or self.unless(case):
+        too_short = self.trend and len(case.metrics) < TREND_STEPS
+        if not beyond(last, bound) or too_short or case.holds(self.unless):
             return None
-        bad = self.beyond(values.rolling(SMOOTH, min_periods=1).mean(), bound)
+        bad = beyond(values.rolling(SMOOTH, min_periods=1).mean(), bound)
         stretch = bad.index[bad[::-1].cummin()[::-1]]
         since = int(stretch[0] if len(stretch) else bad.index[-1])
-        facts = {"start": start, "last": last, "limit": case.args.get("max_response_length", "?")}
-        facts |= {"reward": case.last("reward/mean"), "correct": case.last("reward/correct")}
-        facts |= {"gain": case.change("reward/mean")[0], "better": case.change("reward/correct")[0]}
-        return Finding(self.name, *(text.format(**facts) for text in TEXTS[self.name]), since)
+        facts = {
+            "start": start,
+            "last": last,
+            "limit": case.args.get("max_response_length", "?"),
+            "reward": case.last("reward/mean"),
+            "correct": case.last("reward/correct"),
+            "gain": case.change("reward/mean")[0],
+            "better": case.change("reward/correct")[0],
+        }
+        return Finding(self.name, self.what.format(**facts), self.remedy.format(**facts), since)
 
 
-RULES = (
-    Rule("reward_flat", "reward/mean", lt, times=1, errors=2, trend=True, unless=Case.learned),
-    Rule("reward_falls", "reward/mean", lt, times=1, errors=-2, trend=True),
-    Rule("extraction", unanswered, ge, least=0.5),
-    Rule("verifier_failures", failed, gt, least=0.01),
-    Rule("equal_groups", "reward/zero_std_frac", ge, least=0.95, unless=lambda case: not case.has_groups()),
-    Rule("truncation", "completions/truncated_frac", ge, least=1 / 3),
-    Rule("length_growth", "completions/length_mean", gt, times=1.5, trend=True, unless=more_right),
-    Rule("entropy_collapse", "policy/entropy", lt, times=0.2, trend=True, unless=Case.learned),
-    Rule("mismatch_growth", "sampler/logprob_diff_mean", gt, least=0.01, times=3),
-    Rule("kl_runaway", "kl/sequence", gt, least=2.0, times=1, trend=True, unless=Case.learned),
-    Rule("skipped_steps", "optim/skipped", ge, least=0.02),
-    Rule("stale_samples", "sampler/ess", lt, least=0.5),
-)
-# Rule -> (what is wrong, what to do).
-TEXTS = {
-    "reward_flat": (
-        "the reward does not rise: {start:.3f} in the first steps, {last:.3f} in the last third",
-        "Look at samples.jsonl: is the score what you mean? Then at the learning rate.",
-    ),
-    "reward_falls": (
-        "the reward fell from {start:.3f} in the first steps to {last:.3f}",
-        "Lower --learning_rate, or add a KL (--beta); a wrong sign in an edited loss looks like this, too.",
-    ),
-    "extraction": (
-        "no answer was extracted from {last:.0%} of the complete responses",
-        "Give the verifier that fits the prompt (--verifier), or ask for its format (--system_prompt).",
-    ),
-    "verifier_failures": (
-        "verifications fail and count as 0: {last:.1%} of the samples (reward/timeouts, errors and unscorable)",
-        "Raise --call_timeout for time-outs; reward_status in samples.jsonl names the others.",
-    ),
-    "equal_groups": (
-        "zero-variance groups {last:.0%} with a mean reward of {reward:.3f}: too easy, too hard, or too alike",
-        "Use other problems, --dynamic_sampling_rounds, a larger group, or a higher --temperature.",
-    ),
-    "truncation": (
-        "{last:.0%} of the responses are truncated at {limit} tokens",
-        "Raise --max_response_length; with --mask_truncated_completions they are not trained on.",
-    ),
-    "length_growth": (
-        "responses grew from {start:.0f} to {last:.0f} tokens while reward/correct changed by {better:+.3f}",
-        "The reward or the loss pays for length: see --loss_norm, --non_stop_penalty, and samples.jsonl.",
-    ),
-    "entropy_collapse": (
-        "entropy fell from {start:.3f} to {last:.4f} nats per token with {correct:.0%} of the responses right",
-        "Exploration is over: lower --learning_rate, raise --clip_higher, or add a KL (--beta).",
-    ),
-    "mismatch_growth": (
-        "engine and trainer differ by {last:.3f} nats per token, at first by {start:.4f}",
-        "Weights do not arrive, or responses are scored as another model's: do not switch --max_logprob_diff off.",
-    ),
-    "kl_runaway": (
-        "the KL to the reference is {last:.1f} nats per response, the reward changed by {gain:+.3f} since the start",
-        "Raise --beta or lower --learning_rate; docs/kl.md says which settings pull back, and which push away.",
-    ),
-    "skipped_steps": (
-        "{last:.2f} optimizer steps per step were skipped, their loss or gradient was not finite",
-        "Lower --learning_rate; try --dtype float32; look for a division by zero in a reward or an edited loss.",
-    ),
-    "stale_samples": (
-        "the effective sample size is {last:.0%}: the samples are too old (sampler/staleness)",
-        "Lower --async_steps or --learning_rate.",
-    ),
-}
+with open(Path(__file__).with_suffix(".tsv"), encoding="utf-8") as table:
+    RULES = [Rule.of(row) for row in csv.DictReader(table, delimiter="\t")]
 
 
 def examine(case: Case) -> list[Finding]:

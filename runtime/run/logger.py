@@ -45,36 +45,27 @@ ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows wh
 # ------------------------------------------------------------------------------------------------ before the first step
 
 
-def print_header(
-    args,
-    folder,
-    problems: list[Problem],
-    eval_problems: list[Problem],
-    tokenizer,
-    total_steps: int,
-    hardware: str,
-    model: Model | None,
-    setting: memory.Setting,
-    sizes: Sizes,
-) -> None:
+def print_header(args, run, chosen) -> None:
     """Print the sizes that follow from the arguments, and the first prompt as the model will see it.
 
-    hardware: "cuda torch.bfloat16".
+    ``run``: the ``utils.Run``; ``chosen``: the ``choices.Choices`` of this machine.
     """
     prompts = args.num_unique_prompts_rollout
     group = args.num_samples_per_prompt_rollout
     samples = prompts * group
     updates = args.num_epochs * args.num_mini_batches
+    problems, total_steps = run.problems, run.total_steps
     epochs = total_steps * prompts / len(problems)
     longest = max(len(p.prompt_ids) for p in problems)
     evaluation = "evaluation on other data" if args.eval_dataset else f"{args.eval_prompts} more held out"
     engines = f"; {args.vllm_engines} engine(s) on ranks of their own" if args.vllm_engines > 0 else ""
+    hardware = f"{run.device.type} {run.dtype}".replace("torch.", "")
     origins = Counter(f"{p.source} ({p.verifier})" for p in problems)
     lines = [
-        f"run        {folder}",
+        f"run        {run.folder}",
         *(user_files.find("runtime.arguments.presets:explain")(args) if args.preset is not None else ()),
         *derived_lines(args),
-        f"hardware   {setting.ranks} rank(s), {hardware.replace('torch.', '')}, {usable_cores():g} cores{engines}",
+        f"hardware   {run.world_size} rank(s), {hardware}, {usable_cores():g} cores{engines}",
         f"data       {len(problems)} problems, {evaluation}; longest prompt {longest} tokens",
         f"from       {', '.join(f'{count} {origin}' for origin, count in origins.most_common(8))}",
         f"a step     {prompts} prompts x {group} samples = {samples} samples, at most "
@@ -91,12 +82,12 @@ def print_header(
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
-    if model is None:
+    if chosen.model is None:
         lines.append(f"memory     unknown: config.json of {args.model_name_or_path} lacks the expected fields")
     else:
-        lines += memory_lines(args, model, setting, sizes)
+        lines += memory_lines(args, chosen.model, chosen.setting, run.sizes)
     ids = problems[0].prompt_ids
-    lines.append(f"prompt     {tokenizer.decode(ids)!r}")
+    lines.append(f"prompt     {run.tokenizer.decode(ids)!r}")
     lines.append(f"ids        {ids}")
     print(redact("\n".join(lines)), flush=True)
 

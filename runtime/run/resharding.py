@@ -53,18 +53,17 @@ def find_units(shapes: Shapes, stage: int, ranks: int, lengths: list[int]) -> li
 
 def own_part(parts: list[torch.Tensor], count: int, rank: int, size: int) -> torch.Tensor:
     """Return numbers ``rank * size`` to ``(rank + 1) * size`` of a unit cut into ``parts``; zeros after its end."""
-    own = torch.zeros(size, dtype=parts[0].dtype)
-    width = len(parts[0])
+    width = max(1, len(parts[0]))
     place = rank * size
+    start = min(place, count)
     end = min(place + size, count)
-    while place < end:
-        index, offset = divmod(place, width)
-        taken = min(width - offset, end - place)
-        begin = place - rank * size
-        piece = parts[index].narrow(0, offset, taken)
-        own.narrow(0, begin, taken).copy_(piece)
-        place += taken
-    return own
+    first = start // width
+    beyond = -(-end // width)
+    whole = torch.cat([parts[0][:0], *parts[first:beyond]])
+    skipped = start - first * width
+    own = whole[skipped : skipped + end - start]
+    padding = size - len(own)
+    return torch.nn.functional.pad(own, (0, padding))
 
 
 class SavedState:

@@ -167,11 +167,3 @@ def write(folder: Path, last: int) -> str:
     found = verdict(folder, last)
     write_whole(folder / FILE, json.dumps(found, indent=1) + "\n")
     return in_words(found)
-
-
-def read_verdict(folder: Path) -> dict[str, Any] | None:
-    """Return verdict.json of a finished run, or None if it is missing or damaged."""
-    try:
-        return json.loads((folder / FILE).read_text())
-    except (OSError, ValueError):
-        return None

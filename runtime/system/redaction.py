@@ -92,16 +92,3 @@ def redact_words(words: Sequence[str]) -> list[str]:
             hidden.append(redact(word))
         secret_next = is_flag and not equals and names_secret(flag)
     return hidden
-
-
-def form_of_secret(words: list[str]) -> str:
-    """Return the kind of secret in the words of a command line, or "" if there is none."""
-    text = "\0".join(words)
-    for what, form in FORMS:
-        if form.search(text):
-            return what
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        flag, equals, value = word.partition("=")
-        if word.startswith("--") and names_secret(flag) and (value if equals else following[:2].strip("-")):
-            return f"the value of {flag}"
-    return ""

@@ -43,7 +43,7 @@ def current_weights(
     if zero_stage == 3 and in_buckets and not (checkpoint_names and _is_renamed(model)):
         finish_gpu_work()
         return ShardedWeights(model)
-    weights = model.state_dict() if zero_stage < 3 else _gathered_weights(model)
+    weights = model.state_dict() if zero_stage < 3 else dict(gathered(model.state_dict(keep_vars=True)))
     if checkpoint_names:
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -77,23 +77,27 @@ class ShardedWeights:
         elements = 0
         for name, weight in self.entries.items():
             bucket[name] = weight
-            elements += _whole_numel(weight)
+            elements += whole_numel(weight)
             if elements >= self.bucket_elements:
-                yield from self._gathered(bucket)
+                yield from gathered(bucket)
                 bucket, elements = {}, 0
-        yield from self._gathered(bucket)
-
-    @staticmethod
-    def _gathered(bucket: dict[str, torch.Tensor]) -> NamedWeights:
-        """Gather copies of complete weights, outside vLLM's inference mode: autograd does not accept its tensors."""
-        import deepspeed
-
-        parameters = [weight for weight in bucket.values() if isinstance(weight, nn.Parameter)]
-        with torch.inference_mode(False), torch.no_grad(), deepspeed.zero.GatheredParameters(parameters):
-            return [(name, weight.detach().clone()) for name, weight in bucket.items()]
+        yield from gathered(bucket)
 
 
-def _whole_numel(weight: torch.Tensor) -> int:
+def gathered(weights: dict[str, torch.Tensor]) -> NamedWeights:
+    """Gather copies of weights that ZeRO-3 has sharded, outside vLLM's inference mode, whose tensors autograd rejects.
+
+    Tied weights stay tied.
+    """
+    import deepspeed
+
+    parameters = [weight for weight in weights.values() if isinstance(weight, nn.Parameter)]
+    with torch.inference_mode(False), torch.no_grad(), deepspeed.zero.GatheredParameters(parameters):
+        copies = {id(weight): weight.detach().clone() for weight in weights.values()}
+    return [(name, copies[id(weight)]) for name, weight in weights.items()]
+
+
+def whole_numel(weight: torch.Tensor) -> int:
     """Return the number of elements of a weight, also while ZeRO-3 has sharded it."""
     return getattr(weight, "ds_numel", weight.numel())
 
@@ -101,21 +105,7 @@ def _whole_numel(weight: torch.Tensor) -> int:
 def weight_bytes(weights: NamedWeights | ShardedWeights) -> int:
     """Return the bytes of named weights. A tied head counts, for an engine gets it under its own name."""
     entries = weights.entries.items() if isinstance(weights, ShardedWeights) else weights
-    return sum(_whole_numel(weight) * weight.element_size() for _, weight in entries)
-
-
-def _gathered_weights(model) -> dict[str, torch.Tensor]:
-    """Gather copies of the weights that ZeRO-3 has sharded, by the module's names. Tied weights stay tied."""
-    import deepspeed
-
-    weights = {}
-    copies: dict[int, torch.Tensor] = {}  # address of a storage -> its copy
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        for name, tensor in model.state_dict().items():
-            if tensor.data_ptr() not in copies:
-                copies[tensor.data_ptr()] = tensor.clone()
-            weights[name] = copies[tensor.data_ptr()]
-    return weights
+    return sum(whole_numel(weight) * weight.element_size() for _, weight in entries)
 
 
 def copied_to_cpu(weights: NamedWeights, earlier: NamedWeights) -> NamedWeights:

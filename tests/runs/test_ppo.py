@@ -298,14 +298,17 @@ def test_best_of():
     assert prompt_order.best_of(samples, 4) == samples
 
 
-def test_drop_solved():
-    rates = [1.0, 0.5, 0.9, 1.0, 0.0, 0.0]
-    problems = list(range(6))
-    assert prompt_order.drop_solved(problems, rates, 0.9, 1.0) == [1, 4, 5]
-    assert prompt_order.drop_solved(problems, rates, 0.9, 0.34) == [1, 2, 4, 5]
-    assert prompt_order.drop_solved(problems, rates, 1.0, 0.9) == [1, 2, 4, 5]
-    assert prompt_order.drop_solved(problems, rates, 0.5, 0.0) == problems
-    assert prompt_order.drop_solved(problems, [0.0] * 6, 0.5, 0.9) == problems
+@pytest.mark.parametrize(
+    ("share", "threshold", "left"),
+    [(1.0, 0.9, [1, 4, 5]), (0.34, 0.9, [1, 2, 4, 5]), (0.9, 1.0, [1, 2, 4, 5]), (0.1, 0.5, [0, 1, 2, 3, 4, 5])],
+)
+def test_drop_solved(share, threshold, left):
+    """The best solved go first, at most the share; without any, the epoch goes on."""
+    prompts = prompt_order.Prompts([None] * 6, ppo.Args(dataset_filter=(share, threshold)))
+    prompts.state.rates = [1.0, 0.5, 0.9, 1.0, 0.0, 0.0]
+    prompts.state.position = 6
+    assert prompts.drop_solved() == len(left)
+    assert prompts.state.kept == left and prompts.state.position == (0 if len(left) < 6 else 6)
 
 
 # -------------------------------------------------------------------------------------------------------- the critic

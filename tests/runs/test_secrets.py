@@ -268,7 +268,7 @@ def test_what_is_no_secret_stays():
         "tokens per second, the token's key, sk-learn, https://example.com/a@b",
         "--prompt_key question --max_prompt_length 9 tokens",
     ):
-        assert redaction.redact(text) == text and redaction.form_of_secret(text.split()) == ""
+        assert redaction.redact(text) == text and submit.form_of_secret(text.split()) == ""
 
 
 def test_a_refusal_hides_what_it_quotes(planted, capsys):

@@ -204,16 +204,16 @@ def test_prompts_continue_from_their_state():
 
 
 def test_sampling_seeds_differ():
+    """By seed, step, problem and response, and by nothing else."""
     seeds = {
-        prompt_order.sampling_seed(seed, step, p, k)
+        request[2]
         for seed in (1, 2)
         for step in (1, 11, "eval")
-        for p in range(20)
-        for k in (0, 1)
+        for request in prompt_order.requests(range(20), 2, seed, step)
     }
     assert len(seeds) == 2 * 3 * 20 * 2
     assert all(0 <= s < 2**32 for s in seeds)
-    assert prompt_order.sampling_seed(1, "eval", 2, 3) == prompt_order.sampling_seed(1, "eval", 2, 3)
+    assert prompt_order.requests([2], 4, 1, "eval")[3][2] == prompt_order.requests([5, 2], 4, 1, "eval")[7][2]
 
 
 def test_a_problem_twice_in_a_step_is_not_answered_alike():

@@ -17,7 +17,7 @@ from runtime.run.doctor import Case, examine
 
 def outcome_of(folder: Path) -> str | None:
     """The outcome in verdict.json, or None if there is no complete one."""
-    return (verdict.read_verdict(folder) or {}).get("outcome")
+    return (report.read_verdict(folder) or {}).get("outcome")
 
 
 def judged(pair: tuple[float, float] | None, changes: dict | None = None, steps: int = 60) -> tuple[str, str]:
