@@ -386,7 +386,7 @@ def other_step(state: str) -> str:
 DAMAGE = {
     "a flipped bit": (lambda c: flip(engine_file(c)), "has changed since it was written"),
     "a truncated file": (lambda c: os.truncate(engine_file(c), 100), "has 100 bytes, not"),
-    "a missing file": (lambda c: (c / "rng_0.pt").unlink(), "rng_0.pt is missing"),
+    "a missing file": (lambda c: engine_file(c).unlink(), "optim_states.pt is missing"),
     "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
     "half a manifest": (lambda c: os.truncate(c / "manifest.json", 40), "cannot be read"),
     "a changed state": (lambda c: rewrite(c / "state.json", other_step), "state.json has changed"),

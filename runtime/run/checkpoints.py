@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate.utils import set_seed
 from torch import nn
 
 from runtime.run import directory, identity
@@ -29,26 +28,16 @@ from runtime.training.deepspeed_zero import whole_numel
 GIB = 2**30
 
 
-def random_states() -> dict:
-    """Return the states of this process's random number generators.
+def seed_generators(args, rank: int, step: int) -> None:
+    """Seed the global random number generators for what follows a step, so that no state of them has to be saved.
 
-    The scripts draw nothing from them: each sample and shuffle has a seed of its own. They are kept for edited copies.
+    The scripts draw nothing from them, since each sample and shuffle has a seed of its own; edited copies may.
     """
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 (libraries draw from the global state)
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all(),
-    }
-
-
-def set_random_states(states: dict) -> None:
-    """Restore the random states that ``random_states`` returned."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])  # there may have been more
+    seed = random.Random(f"{args.seed}/{rank}/{step}").getrandbits(32)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (libraries draw from the global state)
+    if args.rollout == "vllm":  # transformers' generate seeds torch before every answer, in a thread of its own
+        torch.manual_seed(seed)
 
 
 class Checkpoints:
@@ -56,13 +45,12 @@ class Checkpoints:
 
         policy/ critic/   DeepSpeed's own: the weights, and each rank's part of fp32 master weights and optimizer
         reference.pt      weights of a reference that moves, and their fp32 average
-        rng_0.pt ...      random states of each rank
         state.json        all numbers, with the arguments, code, versions and number of ranks
         model/            the policy in Hugging Face format, to use elsewhere; nothing is resumed from it
         manifest.json     size and SHA-256 of all of these, written last
 
     ``parts`` has the first ones by name: DeepSpeed engines, modules, and plain objects whose attributes JSON can hold;
-    None is left out. What is in no part follows from the seed and the step: samples, learning rate.
+    None is left out. What is in no part follows from the seed and the step: samples, learning rate, random states.
     """
 
     def __init__(self, log, args, tokenizer, phases, parts: dict, save_weights: Callable):
@@ -102,6 +90,7 @@ class Checkpoints:
         self._check_folder_is_shared()
         process.StopRequest.training = True
         if start is None:
+            seed_generators(self.args, self.rank, 0)
             return 0
         state = json.loads((start / "state.json").read_text())
         ranks = state["world_size"]
@@ -118,10 +107,7 @@ class Checkpoints:
             module.load_state_dict(weights)
         for name, thing in self.plain.items():
             vars(thing).update(state["parts"].get(name, {}))  # earlier code may not have had this part
-        if self.rank < ranks:
-            set_random_states(torch.load(start / f"rng_{self.rank}.pt", map_location="cpu", weights_only=False))
-        else:  # not the numbers that a rank of this number has drawn before, in another part of the run
-            set_seed(random.Random(f"{self.args.seed}/{self.rank}/{state['step']}").getrandbits(32))
+        seed_generators(self.args, self.rank, state["step"])
         if self.rank == 0:
             self._set_aside(state["step"])
         process.StopRequest.last_step_done = state["step"] == self.log.total
@@ -153,6 +139,7 @@ class Checkpoints:
 
     def after_step(self, step: int) -> bool:
         """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks."""
+        seed_generators(self.args, self.rank, step)
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
         wishes = self._gather((process.StopRequest.asked, late))
         self.stopping, late = (any(wish) for wish in zip(*wishes, strict=True))
@@ -197,7 +184,6 @@ class Checkpoints:
             self._try(engine.save_checkpoint, str(partial), tag=name, save_latest=False)
         model = partial / "model"
         self._try(self.save_weights, self.policy, self.tokenizer, model, self.args.zero_stage, self.rank)
-        self._try(torch.save, random_states(), partial / f"rng_{self.rank}.pt")
         if self.rank != 0:
             return
         for name, module in self.modules.items():

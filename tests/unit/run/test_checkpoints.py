@@ -122,14 +122,15 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
     assert shared == masters
 
 
-def test_random_states_of_a_node_with_more_gpus(monkeypatch):
-    """A run that saved on four GPUs and resumes where two are visible."""
-    given = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", given.extend)
-    states = checkpoints.random_states() | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 4}
-    checkpoints.set_random_states(states)
-    assert len(given) == 2
+def test_torch_is_seeded_by_the_step_where_no_other_thread_seeds_it():
+    """transformers' generate, which is beside the trainer with --async_steps, does."""
+    drawn = {}
+    for rollout in ("vllm", "hf"):
+        for step in (1, 2, 1):
+            checkpoints.seed_generators(SimpleNamespace(seed=3, rollout=rollout), 0, step)
+            drawn.setdefault((rollout, step), []).append(torch.rand(1).item())
+    assert len({*drawn["vllm", 1], *drawn["vllm", 2]}) == 2
+    assert len({*drawn["hf", 1], *drawn["hf", 2]}) == 3
 
 
 # ------------------------------------------------------------------------------------------------ damaged checkpoints
