@@ -13,7 +13,7 @@ from typing import Any
 from runtime.data import problem_set
 from runtime.data.problem_set import Messages, check_enough
 from runtime.data.samples import Problem
-from runtime.data.sources import cached_map, digest, int_lists
+from runtime.data.sources import cached_map, digest
 from runtime.system.process import first_line, print_on_rank_0, refuse
 
 # What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
@@ -211,7 +211,8 @@ def render_cached(dataset, tokenizer, args, variables: dict[str, Any]) -> list[l
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
     parts = (prompt_key(tokenizer, args), json.dumps(variables.get("tools", {})), dataset._fingerprint)
     key = digest(*(part.encode() for part in parts))
-    return int_lists(cached_map(dataset, function, kinds, key, "tokenizing prompts"), "ids")
+    rendered = cached_map(dataset, function, kinds, key, "tokenizing prompts")
+    return rendered.with_format("arrow")[:]["ids"].to_pylist()
 
 
 def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:

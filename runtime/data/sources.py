@@ -306,14 +306,3 @@ def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, w
             new_fingerprint=key,
             desc=words,
         )
-
-
-def int_lists(dataset, column: str) -> list[list[int]]:
-    """Return a column of lists of numbers as Python lists; the library's own way takes four times as long."""
-    lists = []
-    for chunk in dataset.with_format("arrow")[:][column].chunks:
-        flat = chunk.flatten().to_numpy().tolist()
-        offsets = chunk.offsets.to_numpy().tolist()
-        first = offsets[0]
-        lists += [flat[a - first : b - first] for a, b in itertools.pairwise(offsets)]
-    return lists
