@@ -61,7 +61,7 @@ def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> t
 def models_of(args) -> dict[str, ModelName]:
     """Return the models and tokenizers of a run, by the flag that names each."""
     found = {}
-    for name, value in vars(args).items():
+    for name, value in list(vars(args).items()):  # ``args.model`` adds itself to them
         if name.endswith("_name_or_path") and value:
             found[f"--{name}"] = args.model.parse(value)
     for word in getattr(args, "critic", ()):
