@@ -46,9 +46,7 @@ def weights_group(store: dist.Store, rank: int, size: int, timeout: float) -> di
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
     """Send a tensor from rank 0 of the group into those of the others."""
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    group.broadcast([tensor], options).wait()
+    group.broadcast(tensor, 0).wait()
 
 
 def own_device() -> torch.device:
