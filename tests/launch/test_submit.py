@@ -419,7 +419,7 @@ def test_a_program_that_would_run_as_one_rank_is_refused(words, capsys):
 def test_what_starts_its_own_processes_is_left_alone_and_what_does_not_is_said(capsys):
     """torchrun and its like run as given, once per node; so does a program that is not Python's, with a note."""
     for words in ("torchrun --nproc_per_node 2 grpo.py", "uv run accelerate launch grpo.py", "bash scripts/setup.sh"):
-        assert submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--", *words.split()]) == 0
+        assert submit.main(["--backend", "local", "--gpus", "2", "--dry_run", "--verbose", "--", *words.split()]) == 0
         said = capsys.readouterr()
         assert f"begin_command {words}\n" in said.out
         assert ("bash scripts/setup.sh: runs once per node" in said.err) == (words == "bash scripts/setup.sh")
