@@ -476,6 +476,16 @@ def test_zero_3_gathers_in_buckets(tiny, tmp_path, monkeypatch):
     assert len(gathered) >= 9 and sorted(gathered)[-4] < total / 2  # the largest: the model that is saved
 
 
+def test_a_tied_head_is_gathered_once():
+    """It stays the same tensor as the embedding, which a saved model then holds once; both are copies."""
+    module = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+    module["head"].weight = module["embedding"].weight
+    found = dict(deepspeed_zero.gathered(module.state_dict(keep_vars=True)))
+    assert found["head.weight"] is found["embedding.weight"]
+    assert torch.equal(found["head.weight"], module["head"].weight)
+    assert found["head.weight"].data_ptr() != module["head"].weight.data_ptr()
+
+
 def test_models_with_other_names_in_their_checkpoints_are_gathered_whole(tmp_path):
     """A mixture of experts: its checkpoint's tensors are made of all experts of a layer."""
     from transformers import AutoConfig, AutoModelForCausalLM
