@@ -1,6 +1,6 @@
 """Check an edited copy of a training script: what its loss optimizes, what must not change it, and whether it learns.
 
-    python scripts/check.py mine.py                          a copy of grpo.py or ppo.py
+    python scripts/check.py mine.py                          a copy of grpo.py, ppo.py or a file that stands alone
     python scripts/check.py mine.py --beta 0.1 --my_flag 3   with these flags
     python scripts/check.py mine.py --json report.json       also writes the report as JSON
     python scripts/check.py mine.py --parts 1 3              only these parts
@@ -10,8 +10,8 @@
 4 the gradient against finite differences   5 does it learn   6 do its flags do anything
 
 A minute or two on two CPU cores, without network. Each line is ok, note (it differs from the unedited script, and may
-be intended) or FAIL. Exit code: 0 without FAIL, 1 with, 2 for a file that is no copy of grpo.py or ppo.py.
-docs/maintainers/check.md explains the report.
+be intended) or FAIL. Exit code: 0 without FAIL, 1 with, 2 for a file that is no such copy. Of a file that stands alone,
+such as variants/grpo_min.py, parts 1 to 4 examine the loss. docs/maintainers/check.md explains the report.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "script",
         type=Path,
-        help="a copy of grpo.py or ppo.py",
+        help="a copy of grpo.py, ppo.py, variants/grpo_min.py or variants/ppo_min.py",
     )
     parser.add_argument(
         "--json",

@@ -81,9 +81,6 @@ class Args(grpo.Args):
     """Write all numbers, including every single measurement, to this file."""
 
 
-# ------------------------------------------------------------------------------------------------------------- timing
-
-
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """(seconds, result) of ``work``, including what it left running on a GPU."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
@@ -142,9 +139,6 @@ def machine_name(device: torch.device) -> str:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     name = cpu[1] if cpu else "unknown CPU"
     return f"{name} with AMX" if torch.cpu._is_amx_tile_supported() else name
-
-
-# --------------------------------------------------------------------------------------------------------- the update
 
 
 def random_samples(prompts: list[list[int]], group: int, cap: int, vocabulary: int) -> list[Sample]:
@@ -319,9 +313,6 @@ def floors(model, samples: list[Sample], flops: float, bandwidth: float) -> dict
     }
 
 
-# ----------------------------------------------------------------------------------------------------------- the step
-
-
 def check_args(args: Args) -> None:
     """Exit with code 2 if the arguments of the step do not fit together."""
     checks.check(args, 1)
@@ -388,9 +379,6 @@ def main(args: Args) -> None:
         Path(args.json).write_text(json.dumps(numbers, indent=1, default=str))
     if not agree:
         sys.exit(1)
-
-
-# ------------------------------------------------------------------------------------------------------------ the run
 
 
 def run_once(code: Path, words: list[str]) -> dict[str, float]:

@@ -281,12 +281,7 @@ def try_flag(
             tried.append(str(value))
             metrics = check_learning.comparable(before) != check_learning.comparable(after)
             if metrics or after.failure or check_update.first_difference(before, after) is not None:
-                return Finding(
-                    6,
-                    f"--{name}",
-                    OK,
-                    f"{value} changes the update or a metric of two steps",
-                )
+                return Finding(6, f"--{name}", OK, f"{value} changes the update or a metric of two steps")
     if not tried:
         return Finding(6, f"--{name}", NOTE, "no other value could be tried", line)
     said = f"does nothing: {', '.join(dict.fromkeys(tried))} change no loss, no gradient and no metric of two steps"

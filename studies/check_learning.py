@@ -31,13 +31,7 @@ def comparable(found: Recorded) -> list[dict]:
     return [{name: x for name, x in line.items() if not name.startswith(unequal)} for line in found.metrics]
 
 
-def check(
-    subject: Subject,
-    ours: Laboratory,
-    theirs: Laboratory,
-    lanes: int,
-    from_reward: bool,
-) -> list[Finding]:
+def check(subject: Subject, ours: Laboratory, theirs: Laboratory, lanes: int, from_reward: bool) -> list[Finding]:
     """Compare both scripts' learning, and check a run with random rewards. ``from_reward``: the loss uses rewards."""
     began = time.monotonic()
     where = subject.first_place(
@@ -95,21 +89,9 @@ def describe(
         paired_comparison.state_of(differences, SMALLEST) + f" in {len(differences)} pairs: {verdict or 'undecided'}"
     )
     if not from_reward:
-        return Finding(
-            5,
-            "learning",
-            NOTE,
-            f"{text}; the script does not learn from the reward",
-        )
+        return Finding(5, "learning", NOTE, f"{text}; the script does not learn from the reward")
     state = FAIL if verdict == "worse" else OK if verdict == "no difference" or verdict == "better" else NOTE
-    return Finding(
-        5,
-        "learning",
-        state,
-        text,
-        where if state != OK else "",
-        {"differences": differences},
-    )
+    return Finding(5, "learning", state, text, where if state != OK else "", {"differences": differences})
 
 
 def describe_control(control: list[tuple[float, float]], gains: list[tuple[float, float]]) -> list[Finding]:

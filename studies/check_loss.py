@@ -9,7 +9,7 @@ from collections.abc import Callable
 import loss_table
 import torch
 from check_subject import FAIL, NOTE, OK, Finding, Subject
-from enumeration import CONDITIONS, F64, UNNAMED, Policies, Row, World, policies_of, summarize
+from enumeration import F64, UNNAMED, Policies, Row, World, policies_of, summarize
 from torch import Tensor
 
 import kl_estimators
@@ -104,7 +104,7 @@ def beside(name: str, ours: Row, theirs: Row) -> str:
 def check_ascent(subject: Subject) -> list[Finding]:
     """Check the policy's part of the loss under each condition, and name the known loss that it equals."""
     world = World(max_length=4)
-    policies = {condition: policies_of(world, condition) for condition in CONDITIONS}
+    policies = {condition: policies_of(world, condition) for condition in subject.conditions}
     loss = loss_table.loss_of(subject.script, subject.args)
     where = subject.first_place("token_loss", "importance_weights", "Tokens")
     try:
@@ -146,13 +146,22 @@ def check_ascent(subject: Subject) -> list[Finding]:
     elif name:
         text = f"none of {len(named)} named losses; the nearest is {name}{scale}, which differs by {difference:.2g}"
         findings.append(Finding(1, "nearest loss", NOTE, text, where))
+    if pushes_wrong_way(loss, loss_table.batch_of(world, policies["fresh"])):
+        text = "on fresh samples some tokens with a negative advantage are made more likely, or the other way around"
+        findings.append(Finding(1, "sign", FAIL, text, where))
     if clips_wrong_side(subject):
         text = "tokens whose probability has moved against their advantage get no gradient, and those that have moved "
         text += "with it keep theirs: the clip is on the wrong side"
         findings.append(Finding(1, "side of the clip", FAIL, text, where))
-    batch = loss_table.batch_of(world, policies["async"])
+    batch = loss_table.batch_of(world, policies_of(world, "async"))
     identical = name if difference < SAME else ""
     return [*findings, *check_inputs(loss, batch, found, identical, where)]
+
+
+def pushes_wrong_way(loss: Loss, batch: loss_table.Batch) -> bool:
+    """Return True if the gradient moves a token against its advantage."""
+    slopes = torch.autograd.grad(loss(batch).sum(), batch.logprobs)[0]
+    return bool((slopes * batch.advantages > 0).any())
 
 
 def clips_wrong_side(subject: Subject) -> bool:
@@ -179,6 +188,8 @@ def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> 
                 where,
             )
         ]
+    if "stale" not in found:
+        return [Finding(1, "inputs", OK, "the gradient depends on the advantages; no sample is used twice")]
     if depends_on(loss, batch, "old") or identical in TO_SAMPLER:
         return [
             Finding(
@@ -212,7 +223,7 @@ def check_groups(subject: Subject) -> list[Finding]:
     findings = []
     world = World(max_length=2)
     where = subject.first_place("group_advantages", "loss_weights", "token_loss")
-    for condition in loss_table.RECIPE_CONDITIONS:
+    for condition in [name for name in loss_table.RECIPE_CONDITIONS if name in subject.conditions]:
         policies = policies_of(world, condition)
         row = loss_table.step_row(subject.script, subject.args, world, policies)
         base = loss_table.step_row(subject.base, subject.base_args, world, policies)
@@ -263,10 +274,5 @@ def check_kl(subject: Subject) -> list[Finding]:
         (first if mine else others).append(Finding(1, title, FAIL if bad else NOTE, text, where))
     worst = sorted(others, key=lambda finding: finding.state != FAIL)
     total = 2 * len(names)
-    summary = Finding(
-        1,
-        "KL in the loss",
-        OK,
-        f"{equal} of {total} settings are those of {subject.base_name}",
-    )
+    summary = Finding(1, "KL in the loss", OK, f"{equal} of {total} settings are those of {subject.base_name}")
     return [*first, *worst[:1], summary]

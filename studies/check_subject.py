@@ -16,12 +16,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 import script_loader
+from enumeration import CONDITIONS
+from probe_run import CriticView, GroupView
 
+import grpo
 from runtime.arguments import flags
 
 OK = "ok"
 NOTE = "note"  # differs from the unedited script, and may be what was intended
 FAIL = "FAIL"
+LOSS = ("add_gradients", "token_logprobs", "outputs", "prompt_cache")
 NEEDED = ("Args", "Tokens", "token_loss", "loss_weights", "main", "preflight")
 
 
@@ -37,6 +41,11 @@ class Finding:
     numbers: dict[str, Any] = field(default_factory=dict)
 
 
+def judge(part: int, name: str, right: bool, good: str, bad: str, place: str, state: str = FAIL) -> Finding:
+    """Return a finding: OK if ``right``, else ``state`` at this place."""
+    return Finding(part, name, OK, good) if right else Finding(part, name, state, bad, place)
+
+
 @dataclass
 class Subject:
     """A script with its arguments, and the unedited script with those of them that it has."""
@@ -46,6 +55,7 @@ class Subject:
     base: ModuleType
     base_args: Any
     flags_given: frozenset[str]
+    conditions: tuple[str, ...] = tuple(CONDITIONS)  # those of studies/enumeration.py that it meets
 
     @property
     def name(self) -> str:
@@ -90,6 +100,16 @@ class Subject:
         return ""
 
 
+class SmallSubject(Subject):
+    """A file that stands alone, next to the unedited one."""
+
+    def place(self, function: str, phase: str = "") -> str:
+        edited = Subject(self.script.small, None, self.base.small, None, frozenset())
+        of_advantages = function in ("group_advantages", "gae")
+        names = ("set_advantages",) if of_advantages else LOSS
+        return edited.first_place(*names)
+
+
 def with_flags(args: Any, **changes: Any) -> Any:
     """Return the arguments with other values of these flags, as far as the script has them."""
     known = {f.name for f in dataclasses.fields(args)}
@@ -121,6 +141,14 @@ def source_of(module: ModuleType, function: str, phase: str) -> list[tuple[int, 
 
 def load_subject(path: Path, words: list[str]) -> Subject:
     """Import a script, parse its flags, and choose the unedited one. Exits with code 2 for other files."""
+    script_loader.check(path)
+    text = path.read_text()
+    if "\ndef add_gradients(" in text:
+        kind, name = (CriticView, "ppo_min.py") if "critic" in text else (GroupView, "grpo_min.py")
+        base = kind(ROOT / "variants" / name, [])
+        args = grpo.Args(advantage_normalization_type="centered", loss_norm="constant")  # claims the least
+        conditions = ("fresh", "unlike") if kind is GroupView else tuple(CONDITIONS)
+        return SmallSubject(kind(path, words), args, base, args, frozenset(), conditions)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # where Python looks first when it runs the script

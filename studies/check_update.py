@@ -91,11 +91,7 @@ def invariances(subject: Subject, rich: dict[str, Any]) -> dict[str, tuple[Probe
 
 
 def check(
-    subject: Subject,
-    laboratory: probe_run.Laboratory,
-    model,
-    lanes: int,
-    complete: bool = True,
+    subject: Subject, laboratory: probe_run.Laboratory, model, lanes: int, complete: bool = True
 ) -> tuple[list[Finding], dict[str, Recorded]]:
     """All findings of the runs, and the runs by name; without ``complete`` no run that must equal another.
 

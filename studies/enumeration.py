@@ -24,9 +24,6 @@ TURN = 2  # tokens of the first turn, where a response is read as one of two tur
 F64 = torch.float64
 
 
-# ---------------------------------------------------------------------------------------------------------- the world
-
-
 class World:
     """All responses of at most max_length tokens to each prompt, and the rewards of these responses.
 
@@ -199,8 +196,6 @@ def policies_of(world: World, condition: str, seed: int = 1) -> Policies:
     return policies[condition]
 
 
-# ------------------------------------------------------------------------------------------------ what a loss ascends
-
 # Names of the objectives whose gradients are recognized. A = R - b, where b is the prompt's mean reward under the
 # sampler.
 REWARD = "E[R]"
@@ -267,14 +262,7 @@ def recognize(mean: Tensor, world: World, policies: Policies) -> str:
     return UNNAMED
 
 
-def summarize(
-    updates: Tensor,
-    drawn: Tensor,
-    world: World,
-    policies: Policies,
-    responses: int,
-    zero: float,
-) -> Row:
+def summarize(updates: Tensor, drawn: Tensor, world: World, policies: Policies, responses: int, zero: float) -> Row:
     """Return the row of updates [cases, parameters] that occur with probabilities drawn [cases].
 
     responses: how many of them an update is computed from; noise is that of one response.

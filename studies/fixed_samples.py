@@ -115,16 +115,7 @@ class FixedEngine:
         self.probe = probe
         self.weights: list[dict[str, torch.Tensor]] = []
 
-    def run(
-        self,
-        args,
-        dtype,
-        rank: int,
-        world_size: int,
-        stop_ids: list[int],
-        inbox,
-        outbox,
-    ) -> None:
+    def run(self, args, dtype, rank: int, world_size: int, stop_ids: list[int], inbox, outbox) -> None:
         """Answer the messages of ``vllm_thread`` in the scripts."""
         try:
             self.serve(args, stop_ids, inbox, outbox)
@@ -158,14 +149,7 @@ class FixedEngine:
                     outbox.put(("sample", number, key, ids, logprobs, reason, [(version, 0)], spans))
 
     @torch.no_grad()
-    def logprobs(
-        self,
-        model,
-        prompt: list[int],
-        ids: list[int],
-        spans: list,
-        temperature: float,
-    ) -> list[float]:
+    def logprobs(self, model, prompt: list[int], ids: list[int], spans: list, temperature: float) -> list[float]:
         """Log-probs of the model's own tokens."""
         found = plain_logprobs(model, prompt, ids, temperature).tolist()
         draw = random.Random(f"{prompt}/{ids}")
@@ -174,12 +158,7 @@ class FixedEngine:
         return [x for t, x in enumerate(found) if not any(a <= t < b for a, b in spans)]
 
 
-def plain_logprobs(
-    model,
-    prompt: list[int],
-    ids: list[int],
-    temperature: float,
-) -> torch.Tensor:
+def plain_logprobs(model, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
     """Log-probs [L] of a response from one plain forward pass: no padding, no packing, no shared prefix."""
     row = torch.tensor([[*prompt, *ids]])
     logits = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1]

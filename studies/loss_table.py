@@ -332,8 +332,6 @@ def loss_row(name: str, world: World, policies: Policies) -> Row:
     return summarize(found.updates, found.drawn, world, policies, responses=1, zero=found.zero)
 
 
-# ------------------------------------------------------------------------------------------------- self-distillation
-
 # The teacher is the policy itself, shown a hint: a right answer of another sample. For each hint it is a policy of its
 # own, here the sampler's table plus noise of that hint. A hint is drawn like a sample, from the right ones.
 
@@ -519,8 +517,6 @@ def distillation_row(name: str, world: World, policies: Policies) -> Distillatio
     )
 
 
-# ------------------------------------------------------------------------------------- aggregation, advantages, filter
-
 GROUP = 4  # responses per prompt
 RECIPES: dict[str, dict] = {
     "constant": {
@@ -531,31 +527,16 @@ RECIPES: dict[str, dict] = {
         "loss_norm": "sequence",
         "advantage_normalization_type": "leave_one_out",
     },
-    "token": {
-        "loss_norm": "token",
-        "advantage_normalization_type": "leave_one_out",
-    },
-    "centered": {
-        "loss_norm": "constant",
-        "advantage_normalization_type": "centered",
-    },
-    "std": {
-        "loss_norm": "constant",
-        "advantage_normalization_type": "standard",
-    },
+    "token": {"loss_norm": "token", "advantage_normalization_type": "leave_one_out"},
+    "centered": {"loss_norm": "constant", "advantage_normalization_type": "centered"},
+    "std": {"loss_norm": "constant", "advantage_normalization_type": "standard"},
     "filter": {
         "loss_norm": "constant",
         "advantage_normalization_type": "leave_one_out",
         "filter_zero_std_samples": True,
     },
-    "GRPO": {
-        "loss_norm": "sequence",
-        "advantage_normalization_type": "standard",
-    },
-    "Dr. GRPO": {
-        "loss_norm": "constant",
-        "advantage_normalization_type": "centered",
-    },
+    "GRPO": {"loss_norm": "sequence", "advantage_normalization_type": "standard"},
+    "Dr. GRPO": {"loss_norm": "constant", "advantage_normalization_type": "centered"},
     "DAPO": {
         "loss_norm": "token",
         "advantage_normalization_type": "standard",
@@ -576,13 +557,7 @@ class Groups(NamedTuple):
     zero: Tensor  # [groups], tokens without gradient
 
 
-def groups_of(
-    world: World,
-    policies: Policies,
-    prompt: int,
-    args: grpo.Args,
-    script: ModuleType = grpo,
-) -> Groups:
+def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, script: ModuleType = grpo) -> Groups:
     """Every group of one prompt, with the advantages and the loss of a script."""
     own = torch.nonzero(world.prompts == prompt).flatten().tolist()
     combinations = list(itertools.combinations_with_replacement(own, GROUP))
@@ -682,9 +657,6 @@ def step_row(script: ModuleType, args: grpo.Args, world: World, policies: Polici
     tokens = first.probability @ first.tokens + second.probability @ second.tokens
     zero = (zero / tokens).item()
     return summarize(updates, drawn.flatten(), world, policies, responses=2 * GROUP, zero=zero)
-
-
-# ---------------------------------------------------------------------------------------------------------- the table
 
 
 def table() -> dict[tuple[str, str], Row | Distillation]:

@@ -4,10 +4,15 @@ studies/check_update.py compares such runs. Everything between the samples and t
 ``main`` runs in a fork of this process, on CPU ranks under DeepSpeed. Three things are replaced in the fork: the engine
 and the verifiers, by those of studies/fixed_samples.py, and the epsilon of AdamW, which is so large that rounding is
 not amplified to the size of a step.
+
+A View has the functions of grpo.py or ppo.py that scripts/check.py calls, for a file that stands alone. Its own
+set_advantages and add_gradients answer each call, on a model whose outputs are given.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import dataclasses
 import gc
 import importlib
@@ -21,9 +26,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import script_loader
 import torch
 import watching
 from fixed_samples import (
@@ -35,12 +42,15 @@ from fixed_samples import (
     FixedVerifiers,
     Probe,
     make_model,
+    plain_logprobs,
     problem_rows,
 )
+from torch import Tensor
 
 from runtime.run import identity
 from runtime.system import process
 
+ALONE = ("Response", "parse_args", "set_advantages", "add_gradients")  # what a file that stands alone needs
 LIMIT = 60.0  # seconds of one probe
 # Runs that learn within seconds, from rewards in which each token has its own part.
 LEARNING = {
@@ -77,9 +87,9 @@ class Call:
 class Update:
     """Numbers of one optimizer step of a recorded run."""
 
-    tokens: dict[str, torch.Tensor]  # by field of Tokens, and loss_T: [N]; NaN for tokens outside the loss
+    tokens: dict[str, Tensor]  # by field of Tokens, and loss_T: [N]; NaN for tokens outside the loss
     loss: float  # what was backpropagated, summed over micro-batches and averaged over ranks
-    gradient: dict[str, torch.Tensor]  # by parameter, before clipping
+    gradient: dict[str, Tensor]  # by parameter, before clipping
     world_size: int
 
 
@@ -94,7 +104,7 @@ class Recorded:
     updates: list[list[Update]] = field(default_factory=list)  # by step, of the policy
     critic: list[list[Update]] = field(default_factory=list)  # by step, of ppo.py's critic
     calls: list[dict[str, Call]] = field(default_factory=list)  # by step: first call of each of CALLED
-    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # by version: those that step s begins with
+    weights: list[dict[str, Tensor]] = field(default_factory=list)  # by version: those that step s begins with
     metrics: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
     rejected: bool = False  # it failed because the script does not take the arguments of the probe
@@ -147,7 +157,7 @@ class Recorder:
 
         def record(returned: tuple, *args, **named) -> None:
             given = inspect.signature(plain).bind(*args, **named).arguments
-            given = {key: x.detach().clone() if isinstance(x, torch.Tensor) else x for key, x in given.items()}
+            given = {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in given.items()}
             place = len(self.found.updates) - (name == "value_loss")  # gae is called before ``begin``, in phase 6
             self.found.calls += [{} for _ in range(place + 1 - len(self.found.calls))]
             self.found.calls[place].setdefault(name, Call(given, tuple(x.detach().clone() for x in returned)))
@@ -166,13 +176,13 @@ class Recorder:
         self.found.samples[-1] = list(samples)
         self.weighed = list(in_loss)
 
-    def add(self, stats, mb, t, loss_T: torch.Tensor, pieces: dict) -> None:
+    def add(self, stats, mb, t, loss_T: Tensor, pieces: dict) -> None:
         """Record a micro-batch of the policy: its ``Tokens`` and their loss."""
         values = {"loss_T": loss_T, **{name: x for name, x in vars(t).items() if x is not None}}
         values = {name: x.detach().double().clone() for name, x in values.items()}
         self.pending.setdefault("tokens", []).append((mb.tokens.clone(), values))
 
-    def backward(self, engine, loss: torch.Tensor, *_) -> None:
+    def backward(self, engine, loss: Tensor, *_) -> None:
         kind = type(engine.module).__name__
         self.losses[kind] = self.losses.get(kind, 0.0) + loss.item()
 
@@ -186,7 +196,7 @@ class Recorder:
                 gradient[name] = full.detach().double().clone()
         kind = type(engine.module).__name__
         count = sum(s.length for s in self.found.samples[-1])
-        tokens: dict[str, torch.Tensor] = {}
+        tokens: dict[str, Tensor] = {}
         critic = kind == "TokenValues"
         for places, values in () if critic else self.pending.pop("tokens", ()):
             for name, value in values.items():
@@ -341,3 +351,139 @@ def merge(probe: Probe, place: Path, code: int) -> Recorded:
             update.loss = (update.loss + sum(other.loss for other in others)) / probe.ranks
     shutil.rmtree(place.parent / "runs", ignore_errors=True)
     return found
+
+
+class Given:
+    """A transformers model with given outputs [T, V] for each response; the first token of a prompt is its number."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, outputs: list[Tensor]):
+        self.outputs = outputs
+        self.past_key_values = self
+        self.batch_repeat_interleave = lambda count: None
+
+    def base_model(self, ids: Tensor, **_) -> Given:
+        self.number = int(ids[0, 0])
+        return self
+
+    def __call__(self, ids: Tensor, **_) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.outputs[self.number][None])
+
+
+class View:
+    """A file such as variants/grpo_min.py in the form of grpo.py."""
+
+    Tokens = dataclasses.make_dataclass("Tokens", ["logprobs_T", "old_T", "advantages_T", "response_T"])
+
+    def __init__(self, path: Path, words: list[str]):
+        self.small = script_loader.load_script(path, ALONE)
+        self.__file__ = str(path)
+        self.own = self.small.parse_args(words)
+        self.own.temperature = TEMPERATURE
+        self.own.micro_batch = 1
+
+    def backward(self, policy: list[Tensor], responses: list) -> Tensor:
+        """Return the sum of what add_gradients would call backward on."""
+        parts = [torch.zeros((), requires_grad=True)]
+        outputs = []
+        for leaf_T in policy:
+            rest_T = torch.log(-torch.expm1(leaf_T.clamp(max=-1e-12)))  # so that the probabilities sum to 1
+            logits_TV = torch.stack([leaf_T, rest_T], 1) * self.own.temperature
+            outputs.append(logits_TV)
+        with mock.patch.object(torch.Tensor, "backward", lambda loss: parts.append(loss)):
+            self.small.add_gradients(*self.models(outputs), responses, self.own)
+        return sum(parts)
+
+    def models(self, outputs: list[Tensor]) -> list[Given]:
+        """Return the models that add_gradients takes."""
+        return [Given(outputs)]
+
+    def response(self, number: int, engine: list[float], reward: float = 0.0):
+        """Return a response with these log-probs of the engine."""
+        return self.small.Response([number, number], [0] * len(engine), engine, reward=reward)
+
+    def difference(self, model) -> float:
+        """Return the mean difference from the log-probs of plain forward passes, of responses of unequal lengths."""
+        responses = []
+        for size in (3, 1, 7, 5):
+            ids = [90 + size * t for t in range(size)]
+            with torch.no_grad():
+                plain_T = plain_logprobs(model, [61, 62, 63], ids, TEMPERATURE)
+            one = self.small.Response([61, 62, 63], ids, plain_T.tolist())
+            one.advantage = 1.0
+            one.advantages_T = one.returns_T = torch.ones(size)
+            responses.append(one)
+        critic = copy.deepcopy(model)
+        critic.lm_head = torch.nn.Linear(model.config.hidden_size, 1, dtype=torch.float64)
+        own = argparse.Namespace(**vars(self.own) | {"micro_batch": 4})
+        return self.small.add_gradients(*[model, critic][: len(self.models([]))], responses, own)
+
+    @torch.enable_grad()
+    def slopes(self, leaf_T: Tensor, old_T: Tensor, sizes: list[int], advantages: list, truncated=()) -> tuple:
+        """Return the loss of responses of these sizes, and its gradient with respect to their log-probs, [T]."""
+        responses = []
+        for number, engine_T in enumerate(old_T.split(sizes)):
+            one = self.response(number, engine_T.tolist())
+            one.truncated = number in truncated
+            one.advantage = advantages[number]
+            one.advantages_T = torch.full_like(engine_T, one.advantage)
+            one.returns_T = torch.zeros_like(engine_T)
+            responses.append(one)
+        leaf_T = leaf_T.detach().requires_grad_()
+        loss = self.backward(leaf_T.split(sizes), responses)
+        slopes_T = torch.autograd.grad(loss, leaf_T, allow_unused=True, materialize_grads=True)[0]
+        return loss.detach(), slopes_T
+
+    def token_loss(self, tokens, beta: float, args) -> tuple[Tensor, dict]:
+        """Return a loss per token, [T], whose mean and gradient are the file's."""
+        sizes = tokens.response_T.unique_consecutive(return_counts=True)[1]
+        advantages_B = tokens.advantages_T[sizes.cumsum(0) - sizes]
+        loss, slopes_T = self.slopes(tokens.logprobs_T, tokens.old_T, sizes.tolist(), advantages_B.tolist())
+        moved_T = tokens.logprobs_T - tokens.logprobs_T.detach()
+        return loss + len(moved_T) * slopes_T * moved_T, {}
+
+    def loss_weights(self, samples: list, in_loss: list[int], args) -> Tensor:
+        """Return the weight of each token, [T]: minus the gradient for advantages and ratios of 1."""
+        sizes = [sample.length for sample in samples]
+        truncated = set(range(len(sizes))) - set(in_loss)
+        old_T = -torch.ones(sum(sizes))
+        return -self.slopes(old_T, old_T, sizes, [1.0] * len(sizes), truncated)[1]
+
+
+class GroupView(View):
+    """A file in the form of grpo.py."""
+
+    def group_advantages(self, rewards_PG: Tensor, kind: str, eps: float = 0.0) -> Tensor:
+        responses = [self.response(0, [0.0], reward) for reward in rewards_PG.flatten().tolist()]
+        self.small.set_advantages(responses, rewards_PG.shape[1])
+        advantages = [response.advantage for response in responses]
+        return torch.tensor(advantages, dtype=torch.float64).view_as(rewards_PG)
+
+
+class CriticView(View):
+    """A file in the form of ppo.py."""
+
+    def models(self, outputs: list[Tensor]) -> list[Given]:
+        values = [torch.zeros_like(own[:, :1]) for own in outputs]
+        return [Given(outputs), Given(values)]
+
+    def gae(
+        self,
+        rewards_N: Tensor,
+        values_N: Tensor,
+        after,
+        offsets: list[int],
+        gamma: float,
+        lam: float,
+    ) -> tuple:
+        """Return advantages before whitening, and returns, [N]: gamma is 1, and only a last token has a reward."""
+        responses, values = [], []
+        for number, (start, end) in enumerate(itertools.pairwise(offsets)):
+            last = rewards_N[end - 1].item()
+            responses.append(self.response(number, [0.0] * (end - start), last))
+            values.append(values_N[start:end, None])
+        self.own.gae_lambda = lam
+        self.small.set_advantages(Given(values), responses, self.own)
+        returns_N = torch.cat([response.returns_T for response in responses])
+        return returns_N - values_N, returns_N

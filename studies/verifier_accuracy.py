@@ -78,16 +78,10 @@ def our_extraction(response: str, truth: str, row: dict) -> Reward:
 OWN = {"ours": ours, "our extraction, math-verify": our_extraction, "math-verify": math_verify_alone}
 
 
-# --------------------------------------------------------------------------------------------------- labeled answers
-
-
 def labeled() -> list[dict]:
     """Return the rows of tests/labeled_answers.jsonl: family, truth, response and label."""
     path = ROOT / "tests" / "labeled_answers.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-# --------------------------------------------------------------------------------------------------------- the tables
 
 
 def run(grader: Callable, rows: list[dict], seconds: float) -> tuple[Counter, dict[str, Counter]]:

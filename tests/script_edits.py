@@ -1,8 +1,6 @@
-"""Edits of a copy of grpo.py or ppo.py for scripts/check.py: published mistakes, each to be found, and harmless ones.
+"""Edits of a copy of a script for scripts/check.py: published mistakes, each to be found, and harmless ones.
 
-    python tests/script_edits.py                    checks every edited copy; a row for each: parts that fail, seconds
-    python tests/script_edits.py --only "KL sign"
-    python tests/script_edits.py --write            writes the examples of docs/maintainers/check.md
+    python tests/script_edits.py        writes the examples of docs/maintainers/check.md
 
 An edit is a list of (text, replacement) in the script. The mistakes are those that issue trackers and papers report of
 other frameworks; "also" are further forms of the same ones.
@@ -10,15 +8,10 @@ other frameworks; "also" are further forms of the same ones.
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -255,6 +248,36 @@ HARMLESS = [
     harmless("values renamed in ppo.py", ("values_N", "v_N"), script="ppo.py"),
 ]
 
+LOSS = "r.advantage * logprobs_T.sum()"
+DIVIDED = "    advantages_PG /= rewards_PG.std(1, keepdim=True) + 1e-6"
+TOKENS = "sum(len(r.ids) for r in complete)"
+GROUPS, CRITIC = "variants/grpo_min.py", "variants/ppo_min.py"
+# Of files that stand alone. ``parts`` has the part that finds a mistake; the others fail nothing.
+SMALL = [
+    mistake("sign of the loss", {1}, ("loss -= r.advantage", "loss += r.advantage"), script=GROUPS),
+    mistake("detached log-probs", {1}, (LOSS, "r.advantage * logprobs_T.detach().sum()"), script=GROUPS),
+    mistake("absolute advantages", {1}, (LOSS, f"abs({LOSS}".replace(" *", ") *")), script=GROUPS),
+    mistake("EOS left out", {2}, (LOSS, "r.advantage * logprobs_T[:-1].sum()"), script=GROUPS),
+    mistake("a sum over the step", {2}, (f"{LOSS} / tokens", LOSS), script=GROUPS),
+    mistake("mean per micro-batch", {2}, (f"{LOSS} / tokens", f"{LOSS} / len(part)"), script=GROUPS),
+    mistake("truncated responses in the loss", {2}, ("not r.truncated and abs", "abs"), script=GROUPS),
+    mistake("std of the batch", {2}, ("rewards_PG.std(1, keepdim=True)", "rewards_PG.std()"), script=GROUPS),
+    mistake("groups across prompts", {2}, ("view(-1, group)", "view(group, -1).T"), script=GROUPS),
+    mistake("no eps", {3}, (DIVIDED, DIVIDED.removesuffix(" + 1e-6")), script=GROUPS),
+    mistake("temperature missing", {4}, ("(logits_TV / temperature)", "logits_TV"), script=GROUPS),
+    mistake("inputs shifted", {4}, ("prompt[-1:] + r.ids[:-1]", "r.ids"), script=GROUPS),
+    mistake("padding on the left", {4}, ("logits_SV[: len(r.ids)]", "logits_SV[-len(r.ids) :]"), script=GROUPS),
+    mistake("last token of the prompt twice", {4}, ("[prompt[:-1]]", "[prompt]"), script=GROUPS),
+    mistake("clip on the wrong side", {1}, ("torch.minimum(ratio_T", "torch.maximum(ratio_T"), script=CRITIC),
+    mistake("ratio to itself", {1}, ("T - engine_T).exp", "T - logprobs_T.detach()).exp"), script=CRITIC),
+    mistake("gae without lambda", {2}, ("+= args.gae_lambda * ", "+= "), script=CRITIC),
+    mistake("gae forwards", {2}, ("reversed(range(len(r.ids) - 1))", "range(len(r.ids) - 1)"), script=CRITIC),
+    harmless("unedited small file", script=GROUPS),
+    harmless("unedited small file with a critic", script=CRITIC),
+    harmless("Dr. GRPO", (DIVIDED, "    #"), (TOKENS, "len(complete) * args.max_response_length"), script=GROUPS),
+    harmless("RLOO", (DIVIDED, "    advantages_PG *= group / (group - 1)"), script=GROUPS),
+]
+
 
 EXAMPLES = [
     mistake("wrong", {2}, (OLD, "old_T=sampler_N[mb.tokens],")),
@@ -285,11 +308,9 @@ def example(edit: Edit, folder: Path) -> str:
     return f"{printed}\n\nThe exit code is {done.returncode}."
 
 
-def write_examples(only: list[str]) -> None:
+def write_examples() -> None:
     """Write what the command prints for EXAMPLES to the page, between the marks of each."""
     for edit in EXAMPLES:
-        if only and edit.name not in only:
-            continue
         begin, end = f"<!-- begin {edit.name} -->", f"<!-- end {edit.name} -->"
         with tempfile.TemporaryDirectory() as folder:
             text = example(edit, Path(folder))
@@ -297,64 +318,5 @@ def write_examples(only: list[str]) -> None:
         PAGE.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
-def report(edit: Edit, folder: Path, parts: list[int]) -> tuple[dict, float, str]:
-    """(report of scripts/check.py on an edited copy, seconds, what it printed), in a fork of this process."""
-    import check_report
-
-    copy = folder / "mine.py"
-    copy.write_text(edit.text())
-    options = argparse.Namespace(script=copy, json=folder / "report.json", parts=parts, lanes=2, brief=False)
-    began = time.monotonic()
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 3
-        try:
-            out = os.open(folder / "printed.txt", os.O_WRONLY | os.O_CREAT)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            code = check_report.main(options, list(edit.flags))
-            sys.stdout.flush()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    seconds = time.monotonic() - began
-    printed = (folder / "printed.txt").read_text()
-    if not options.json.is_file():
-        raise RuntimeError(f"{edit.name}: exit code {code}: {printed[-2000:]}")
-    found = json.loads(options.json.read_text())
-    if code != bool(found["failed"]):
-        raise RuntimeError(f"{edit.name}: exit code {code}, failed parts {found['failed']}")
-    return found, seconds, printed
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="names of edits")
-    parser.add_argument("--parts", nargs="+", type=int, help="parts (default: all but 5, of ALSO those that find it)")
-    parser.add_argument("--write", action="store_true", help="write the examples of docs/maintainers/check.md")
-    options = parser.parse_args()
-    if options.write:
-        write_examples(options.only)
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "studies")]
-    for edit in [*MISTAKES, *HARMLESS, *ALSO]:
-        if options.only and edit.name not in options.only:
-            continue
-        parts = options.parts or (sorted(edit.parts) if edit in ALSO else [1, 2, 3, 4, 6])
-        with tempfile.TemporaryDirectory() as folder:
-            found, seconds, printed = report(edit, Path(folder), parts)
-        failed = [f for f in found["findings"] if f["state"] == "FAIL"]
-        right = bool(edit.parts & set(found["failed"])) if edit.parts else not failed
-        first = f"{failed[0]['part']} {failed[0]['name']}: {failed[0]['text']} {failed[0]['place']}" if failed else ""
-        numbers = ", ".join(map(str, found["failed"])) or "none"
-        print(f"{'' if right else 'WRONG '}{edit.name} | {numbers} | {seconds:.0f} s | {first[:220]}", flush=True)
-        if not right:
-            print(printed, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    write_examples()

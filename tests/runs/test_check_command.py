@@ -91,7 +91,7 @@ def test_the_page_shows_what_the_command_prints():
         block = re.search(rf"<!-- begin {edit.name} -->(.*?)<!-- end {edit.name} -->", page, re.DOTALL)[1]
         for line in edit.text().splitlines():
             if line not in (ROOT / edit.script).read_text().splitlines():
-                assert f"+{line}" in block, "run python tests/script_edits.py --write"
+                assert f"+{line}" in block, "run python tests/script_edits.py"
         assert f"python scripts/check.py {edit.name}.py" in block
         assert f"exit code is {int(bool(edit.parts))}" in block
 

@@ -10,6 +10,7 @@ import check_functions
 import check_gradient
 import check_loss
 import check_numbers
+import check_report
 import check_subject
 import fixed_samples
 import pytest
@@ -17,7 +18,7 @@ import script_edits
 import torch
 from check_subject import FAIL
 from helpers import write_variant
-from script_edits import ALSO, HARMLESS, MISTAKES
+from script_edits import ALSO, HARMLESS, MISTAKES, SMALL
 
 # Edits that need no run to be found -> the finding that must fail.
 FOUND = {
@@ -52,6 +53,23 @@ def model(tmp_path_factory):
 
     torch.set_num_threads(1)
     return AutoModelForCausalLM.from_pretrained(fixed_samples.make_model(tmp_path_factory.mktemp("model"))).double()
+
+
+@pytest.mark.parametrize("edit", SMALL, ids=lambda edit: edit.name)
+def test_a_mistake_in_a_file_that_stands_alone_is_found(edit, model, tmp_path):
+    """By the part of its row, at the edited function; a harmless edit fails in no part."""
+    path = tmp_path / f"small_{SMALL.index(edit)}.py"
+    path.write_text(edit.text())
+    subject = check_subject.load_subject(path, [])
+    checks = {
+        1: (check_loss.check_ascent, check_loss.check_groups),
+        2: (check_functions.check,),
+        3: (check_numbers.check_edges, check_numbers.check_group_edges),
+        4: (lambda subject: check_report.check_logprobs(subject, model),),
+    }
+    findings = [f for part in edit.parts or checks for check in checks[part] for f in check(subject)]
+    failed = [f for f in findings if f.state == FAIL]
+    assert bool(failed) == bool(edit.parts) and all(f.place.startswith(path.name) for f in failed), failed
 
 
 FAST = ("unedited ppo.py", "minimum instead of maximum", "a flag that works")
@@ -118,7 +136,7 @@ def test_a_variant_is_named(name, tmp_path):
 
 
 def test_every_edit_applies():
-    for edit in (*MISTAKES, *ALSO, *HARMLESS):
+    for edit in (*MISTAKES, *ALSO, *HARMLESS, *SMALL):
         compile(edit.text(), edit.name, "exec")
     assert len(MISTAKES) == 10 and len(HARMLESS) >= 12
     with pytest.raises(ValueError, match="no longer has"):
