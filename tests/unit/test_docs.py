@@ -136,7 +136,7 @@ def test_the_page_s_way_to_allow_a_negative_flag():
     """Without it a copy's number below 0 is rejected, with the flag's name; the words are those of the page."""
     from runtime.arguments import checks
 
-    (line,) = [x for x in (ROOT / "docs" / "grpo.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
+    (line,) = [x for x in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if "MAY_BE_NEGATIVE" in x]
     names = {"non_stop_penalty": 0.0, "seed": 1, "slope_bias": -1.0}
     args = dataclasses.make_dataclass("Args", names)(**names)
     before = checks.MAY_BE_NEGATIVE
