@@ -121,6 +121,13 @@ def make_chatty(folder: Path) -> Path:
     return folder
 
 
+def gradient_of(model):
+    """The gradient of all parameters, one after the other."""
+    import torch
+
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
 def token_loss(module, beta: float, args, **given):
     """A script's ``token_loss`` of tokens with these fields, by name; the others are 0, and no full KL is known."""
     import kl_estimators

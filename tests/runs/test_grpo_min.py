@@ -11,7 +11,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, load_variant, make_samples, token_loss
+from helpers import ROOT, gradient_of, load_variant, make_samples, token_loss
+from script_edits import DIVIDED, TOKENS
 
 import grpo
 import utils
@@ -20,16 +21,14 @@ from runtime.training import batching
 
 GROUP = 4
 LONGEST = 16
-ADVANTAGE = "    advantages_PG /= rewards_PG.std(1, keepdim=True) + 1e-6  # Dr. GRPO: delete."
-WEIGHT = "sum(len(r.ids) for r in complete)  # Dr. GRPO: tokens = len(complete) * args.max_response_length"
 EDITS = {  # what the marked lines say
     "grpo": ({}, {}),
     "dr_grpo": (
-        {ADVANTAGE: "    #", WEIGHT: "len(complete) * args.max_response_length"},
+        {DIVIDED: "    #", TOKENS: "len(complete) * args.max_response_length"},
         {"advantage_normalization_type": "centered", "loss_norm": "constant"},
     ),
     "rloo": (
-        {ADVANTAGE: "    advantages_PG *= group / (group - 1)  #"},
+        {DIVIDED: "    advantages_PG *= group / (group - 1)"},
         {"advantage_normalization_type": "leave_one_out"},
     ),
 }
@@ -52,10 +51,6 @@ def edited(name: str, folder):
         return importlib.import_module(f"small_{name}")
     finally:
         sys.path.remove(str(folder))
-
-
-def gradient_of(model) -> torch.Tensor:
-    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
 def grpo_gradient(model, samples, rewards, flags) -> torch.Tensor:

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import load_variant, make_samples, token_loss
+from helpers import gradient_of, load_variant, make_samples, token_loss
 from transformers import AutoModelForTokenClassification
 
 import ppo
@@ -22,10 +22,6 @@ LAMBDA = 0.9
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return load_variant("ppo_min", tmp_path_factory.mktemp("ppo_min"))
-
-
-def gradient_of(model) -> torch.Tensor:
-    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
 
 
 def ppo_gradients(model, critic, samples, rewards, moved) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,13 +63,10 @@ def test_its_gradients_are_those_of_ppo(small, tiny, tiny_model, micro_batch):
     samples = make_samples(3, 4)
     r = random.Random(0)
     rewards = [float(r.random() < 0.5) for _ in samples]
-    moved = torch.empty(batching.token_offsets(samples)[-1] + 1).uniform_(
-        -0.4, 0.4, generator=torch.Generator().manual_seed(0)
-    )
+    moved = torch.empty(batching.token_offsets(samples)[-1] + 1)
+    moved.uniform_(-0.4, 0.4, generator=torch.Generator().manual_seed(0))
     critic = AutoModelForTokenClassification.from_pretrained(tiny, dtype=torch.float32, num_labels=1).eval()
-    torch.nn.init.normal_(
-        critic.score.weight, std=0.1, generator=torch.Generator().manual_seed(0)
-    )  # values that matter
+    torch.nn.init.normal_(critic.score.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     theirs = ppo.TokenValues(copy.deepcopy(tiny_model), copy.deepcopy(critic.score.state_dict()))
     expected, expected_critic = ppo_gradients(tiny_model, theirs, samples, rewards, moved)
 
