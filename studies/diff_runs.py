@@ -42,9 +42,6 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# ------------------------------------------------------------------------------------------------ inside a run, traced
-
-
 def numbers(name: str, value: Any) -> list[tuple[str, np.ndarray | str]]:
     """Return the tensors and arrays in a value as arrays, and the rest as JSON, each with a name."""
     if hasattr(value, "detach"):
@@ -264,9 +261,6 @@ def traced(pipe, root: Path, script: str, values: dict[str, Any], log: Path) -> 
     utils.setup_run = begin_and_watch
     module.main(args, module.preflight(args))
     pipe.send(None)
-
-
-# ----------------------------------------------------------------------------------------------------- from the outside
 
 
 class Side:

@@ -4,9 +4,6 @@ studies/check_update.py compares such runs. Everything between the samples and t
 ``main`` runs in a fork of this process, on CPU ranks under DeepSpeed. Three things are replaced in the fork: the engine
 and the verifiers, by those of studies/fixed_samples.py, and the epsilon of AdamW, which is so large that rounding is
 not amplified to the size of a step.
-
-A View has the functions of grpo.py or ppo.py that scripts/check.py calls, for a file that stands alone. Its own
-set_advantages and add_gradients answer each call, on a model whose outputs are given.
 """
 
 from __future__ import annotations
@@ -372,7 +369,7 @@ class Given:
 
 
 class View:
-    """A file such as variants/grpo_min.py in the form of grpo.py."""
+    """A file such as variants/grpo_min.py with the functions of grpo.py, which its own answer, on given outputs."""
 
     Tokens = dataclasses.make_dataclass("Tokens", ["logprobs_T", "old_T", "advantages_T", "response_T"])
 

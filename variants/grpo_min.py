@@ -23,9 +23,8 @@ If torchvision::nms is then said not to exist: uv pip uninstall torchvision torc
 The file keeps what correct results depend on: training on the sampled token ids, since their text may be tokenized
 differently; log-probs at the sampling temperature; EOS as a part of responses; a loss that is a mean over the tokens of
 the step (the paper's is a mean within each response first), without responses that were cut off at the length limit;
-new weights for vLLM after every step, and a comparison of its log-probs with the trainer's. Left out, but in grpo.py of
-this file's repository: several updates per batch with ratio and clip, a KL penalty, bf16, several GPUs, checkpoints,
-graders for mathematics and code, tools and several turns, and sampling ahead of training.
+new weights for vLLM after every step, and a comparison of its log-probs with the trainer's. grpo.py of this file's
+repository adds several updates per batch with ratio and clip, KL, bf16, several GPUs, checkpoints, graders, tools, ...
 """
 
 import argparse

@@ -60,7 +60,6 @@ def test_a_copy_in_an_empty_folder_trains_two_steps(name, rollout, tiny, tmp_pat
 
 
 def test_the_notebook_has_the_code_of_the_file():
-    """And no outputs, which would be of another machine; what its text names exists."""
     assert notebook.NOTEBOOK.read_text() == notebook.refreshed(), "run python tests/notebook.py"
     cells = json.loads(notebook.NOTEBOOK.read_text())["cells"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
