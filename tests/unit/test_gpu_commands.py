@@ -29,8 +29,8 @@ def needed(script: str, words: list[str], model: model_files.Model, gpus: int, g
     return found
 
 
-@pytest.mark.parametrize("page, gpus", [("docs/run.md", 1), ("docs/grpo.md", 1), ("docs/ppo.md", 1)])
-def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
+@pytest.mark.parametrize("page", ["docs/grpo.md", "docs/maintainers/ppo.md"])
+def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page):
     """Of the lines that name a model of the hub: none trains it on the quickstart's sums, or needs more than a card."""
     text = (ROOT / page).read_text().replace("\\\n", " ")
     lines = re.findall(r"((?:grpo|ppo)\.py [^\n]*--model_name_or_path Qwen/[^\n#]*)", text)
@@ -41,9 +41,22 @@ def test_gpu_lines_of_other_pages_fit_80_gb_and_name_their_data(page, gpus):
         name = words[words.index("--model_name_or_path") + 1]
         *numbers, vocabulary, tied = MODELS[name]
         config = dict(zip(NAMES, numbers, strict=True)) | {"vocab_size": vocabulary}
-        found = needed(script, words, model_files.model_of(config, tied=tied), gpus, 80)
+        found = needed(script, words, model_files.model_of(config, tied=tied), 1, 80)
         assert found < memory.USABLE * 80e9, (line, found)
         assert "--dataset" in words, line
+
+
+def test_the_recipes_fit_the_gpus_of_their_headings():
+    text = (ROOT / "docs" / "recipes.md").read_text().replace("\\\n", " ")
+    found = re.findall(
+        r"^## (\d+) GB( on each of 8)?.*?grpo\.py (--model_name_or_path Qwen/(\S+) [^\n]*)", text, re.M | re.S
+    )
+    assert [int(gb) for gb, *_ in found] == [8, 12, 24, 48, 80, 80]
+    for gb, many, line, name in found:
+        gpus = 8 if many else 1
+        assert needed("grpo.py", shlex.split(line), rehearse_gpu_run.MODELS[name], gpus, int(gb)) < 0.95e9 * int(gb), (
+            line
+        )
 
 
 def test_without_sleeping_in_turns_a_line_does_not_fit():
