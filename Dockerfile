@@ -1,6 +1,6 @@
 # The environment of the scripts, for CPUs or for NVIDIA GPUs (a driver of CUDA 13 and NVIDIA's container toolkit):
-#   docker build -t rlvr .                             docker run --rm -v "$PWD/runs:/rlvr/runs" rlvr python grpo.py
-#   docker build -t rlvr --build-arg FLAVOR=cuda .     docker run --rm --gpus all --shm-size 16g ... the same
+#   docker build -t exactrl .                             docker run --rm -v "$PWD/runs:/exactrl/runs" exactrl python grpo.py
+#   docker build -t exactrl --build-arg FLAVOR=cuda .     docker run --rm --gpus all --shm-size 16g ... the same
 # Another package index: --build-arg PIP_INDEX_URL=https://... The steps are tested without Docker: tests/docker_steps.py.
 FROM debian:bookworm-slim
 ARG FLAVOR=cpu
@@ -11,7 +11,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates g++ git libnuma1 make python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
 
-WORKDIR /rlvr
+WORKDIR /exactrl
 # First what the environment follows from, so that an edit of the code does not install it again.
 COPY Makefile requirements.txt requirements-cpu.txt ./
 COPY locks locks
@@ -19,5 +19,5 @@ COPY scripts/setup.sh scripts/prepare_model.py scripts/
 RUN FLAVOR=$FLAVOR PIP_NO_CACHE_DIR=1 make setup
 
 COPY . .
-ENV PATH=/rlvr/.venv/bin:$PATH
+ENV PATH=/exactrl/.venv/bin:$PATH
 CMD ["python", "grpo.py", "--help"]

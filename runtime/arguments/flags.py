@@ -96,7 +96,7 @@ class RunFlags:
     """Check all settings, print batch sizes, first prompt and KL gradient, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
-    uses the variables WANDB_PROJECT (default rlvr) and WANDB_ENTITY, and works offline if there is no network."""
+    uses the variables WANDB_PROJECT (default exactrl) and WANDB_ENTITY, and works offline if there is no network."""
     log_samples: int = 4
     """Write this many samples per step to samples.jsonl, and print some of them every 10 steps. 0 disables both."""
 

@@ -17,7 +17,7 @@ def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
 
     if "weave" not in sys.modules:  # wandb would advertise it, because vLLM imports openai
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-    options = {"project": os.environ.get("WANDB_PROJECT", "rlvr"), "name": folder.name}
+    options = {"project": os.environ.get("WANDB_PROJECT", "exactrl"), "name": folder.name}
     options |= {"config": config, "dir": str(folder), "id": config["wandb_id"], "resume": "allow"}
     # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
     # commit is in config. It would also ask a terminal for a key, and wait for the answer.
