@@ -8,6 +8,7 @@
     python scripts/plot.py runs --where exp_name=sweep_kl --x beta --y kl/sequence eval/pass@1 \\
         --by kl_estimator kl_placement --output kl.png     final values over an argument: mean and 95 % interval over
                                                            seeds, one line per estimator, one panel per placement
+    python scripts/plot.py runs --save table.jsonl.gz      all numbers of the runs in a file that is drawn like folders
 
 --by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
 only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. A run may
@@ -18,6 +19,8 @@ Arguments that changed nothing are named: runs that differ in one of them alone 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import math
 import sys
 from collections import Counter
@@ -68,6 +71,7 @@ PANELS = {
 COMPARED = ("reward/mean", "kl/sequence", "policy/entropy", "completions/length_mean", "eval/pass@1")
 SPREAD = "Means over the last tenth of the steps, or of the last evaluation; ± is half the 95 % interval over seeds."
 RATES = ("pass@", "majority@", "correct", "format", "truncated_frac")
+TABLE = ".gz"
 RUN = "run"  # stands for the folder of a run where runs are grouped by arguments
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
 NOT_COMPARED = ("time/", "perf/", "engine/", "env/tool_seconds", "loss/")  # times, and values that are not trained on
@@ -120,6 +124,28 @@ def load_run(folder: Path) -> Run:
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
     return Run(folder, config.get("args", {}), metrics, evals, config.get("code"))
+
+
+def save_table(runs: list[Run], file: Path) -> None:
+    """Write the arguments and the numbers of runs, a line of JSON per run, to 7 digits, and no paths of this machine."""
+    lines = []
+    for run in runs:
+        args = {name: value for name, value in run.args.items() if name not in PRESENTATION}
+        curves = [
+            [{k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in record.items()} for record in records]
+            for records in (run.metrics, run.evals)
+        ]
+        lines.append(json.dumps([run.folder.name, args, *curves]) + "\n")
+    file.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+
+
+def load_table(file: Path) -> list[Run]:
+    """Return the runs of a file that ``save_table`` wrote."""
+    try:
+        lines = gzip.decompress(file.read_bytes()).decode().splitlines()
+        return [Run(Path(name), *rest) for name, *rest in map(json.loads, lines)]
+    except (OSError, EOFError, ValueError) as error:
+        refuse(f"{file}: not a table of runs, as --save writes it ({error})")
 
 
 def logged_by(runs: list[Run]) -> set[str]:
@@ -230,10 +256,11 @@ def summary(metrics: list[dict], evals: list[dict]) -> str:
 
 def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
     """Load the runs in or under the folders that logged a step and have the arguments of ``where`` (NAME=VALUE)."""
-    files = []
+    runs = []
     for path in paths:
-        files += [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
-    runs = [run for run in map(load_run, [file.parent for file in files]) if run.metrics]
+        files = [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
+        runs += load_table(path) if path.suffix == TABLE else map(load_run, [file.parent for file in files])
+    runs = [run for run in runs if run.metrics]
     if not runs:
         refuse("no run with a step in its metrics.jsonl in these folders; start one with: python grpo.py")
     for condition in where:
@@ -449,10 +476,19 @@ def main() -> None:
     add("--where", nargs="+", default=[], metavar="NAME=VALUE", help="take only the runs with this argument")
     add("--y", nargs="+", default=[], metavar="METRIC", help="names from docs/metrics.md")
     add("--x", metavar="ARGUMENT", help="draw final values over this argument; default: curves over the steps")
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE.jsonl.gz",
+        help="write the numbers of the runs to a file; draw nothing",
+    )
     args = parser.parse_args()
+    if args.save:
+        save_table(load_runs(args.paths, args.where), args.save)
+        return
     if args.output and args.output.suffix not in (".png", ".svg", ".pdf"):
         refuse(f"--output {args.output}: the suffix must be .png, .svg or .pdf")
-    if args.by or args.where or args.y or args.x or len(args.paths) > 1:
+    if args.by or args.where or args.y or args.x or len(args.paths) > 1 or args.paths[0].suffix == TABLE:
         if args.output is None:
             refuse("--output is needed to compare several runs, for example --output compare.png")
         compare(args)

@@ -225,6 +225,21 @@ def test_copies_are_compared_in_every_setting(runs, tmp_path):
 
 
 @pytest.mark.integration
+def test_a_table_of_runs_is_drawn_as_their_folders(runs, tmp_path):
+    """The same file each time, without the places of this machine; the same picture's table."""
+    table = tmp_path / "table.jsonl.gz"
+    contents = set()
+    for _ in "ab":
+        call(plot, runs, "--save", table)
+        contents.add(table.read_bytes())
+    assert len(contents) == 1 and "output_dir" not in plot.load_table(table)[0].args
+    words = ["--by", "learning_rate", "--output", tmp_path / "x.png"]
+    assert call(plot, table, *words) == call(plot, runs, *words)
+    (tmp_path / "other.gz").write_text("no table")
+    assert "not a table of runs" in call(plot, tmp_path / "other.gz", *words, ok=False)
+
+
+@pytest.mark.integration
 def test_the_logs_beside_runs_are_no_runs(runs, tmp_path):
     """Of runs/*, as the shell writes it: scripts/run_many.py leaves NAME.log there."""
     folders = folders_of(runs)[:2]
