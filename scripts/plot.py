@@ -127,7 +127,7 @@ def load_run(folder: Path) -> Run:
 
 
 def save_table(runs: list[Run], file: Path) -> None:
-    """Write the arguments and the numbers of runs, a line of JSON per run, to 7 digits, and no paths of this machine."""
+    """Write the arguments and the numbers of runs, a line of JSON per run, to 7 digits, and no local paths."""
     lines = []
     for run in runs:
         args = {name: value for name, value in run.args.items() if name not in PRESENTATION}
