@@ -143,7 +143,8 @@ class Rule:
         values = case.curve(self.metric) if "/" in self.metric else getattr(case, self.metric)()
         beyond = getattr(operator, self.beyond)
         start, last, error = case.compare(values)
-        bound = max(self.least, self.times * start + (self.errors * error if self.errors else 0.0))
+        relative = (self.times * start if self.times else 0.0) + (self.errors * error if self.errors else 0.0)
+        bound = max(relative, self.least)  # NaN in a run without first steps, and nothing is beyond that
         too_short = self.trend and len(case.metrics) < TREND_STEPS
         if not beyond(last, bound) or too_short or case.holds(self.unless):
             return None

@@ -206,7 +206,8 @@ def test_a_finding_is_dated_by_the_first_step_of_its_last_stretch():
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_a_run_of_a_few_steps_is_judged_without_its_trends(steps):
-    assert findings(healthy()[:steps]) == []
+    """In bf16: its difference of log-probs is above the bound that holds where there are no first steps."""
+    assert findings([m | {"sampler/logprob_diff_mean": 0.03} for m in healthy()[:steps]]) == []
 
 
 def test_the_program_reads_a_run_that_is_still_being_written(tmp_path, capsys, monkeypatch):
