@@ -18,6 +18,7 @@ docs/data_and_rewards.md lists the verifiers, the columns they read, and what is
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import math
 import numbers
@@ -326,6 +327,10 @@ def find_verifier(name: str) -> Callable[[str, str, dict], Reward]:
         raise ValueError(f"the file {path!r} does not load: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"the file {path!r} has no function {function!r}")
+    try:
+        inspect.signature(found).bind("", "", {})
+    except TypeError as error:
+        raise ValueError(f"{function} of {path!r}: write def {function}(response, truth, row) ({error})") from None
     return found
 
 
@@ -623,6 +628,24 @@ def worker_count() -> int:
     """Return the number of verifier processes of this rank: its cores minus two, for trainer and engine; 1 to 32."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks - 2))
+
+
+def try_own_verifiers(args, problems: list) -> None:
+    """Try the user's own verifiers, for ``--dry_run``, and print two of their scores. Exit code 2 if one raises."""
+    own = {p.verifier: p for p in problems if not set(names_of(p.verifier)) <= {*VERIFIERS, "reward_model"}}
+    if not own or args.environment is not None:  # their rewards need an episode
+        return
+    pool = RewardPool(1, args.call_timeout, own, parse_weights(args.reward_weights), args.allow_unsafe_code_exec)
+    wrong = pool.check(list(own.values()))
+    for name, problem in own.items() if not wrong else ():
+        futures = [pool.submit(name, response, problem.truth, problem.row) for response in (problem.truth, "")]
+        right, empty = (pool.result(future).score for future in futures)
+        print(
+            f"verifier   {name}: {right:g} for the ground truth {problem.truth[:40]!r}, {empty:g} for an empty response"
+        )
+    pool.close()
+    if wrong:
+        refuse(f"--verifier: {wrong}")
 
 
 class Verifiers:

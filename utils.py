@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import kl_estimators
+import rewards
 from kl_estimators import AdaptiveKLController, KLCoefficients, full_vocabulary_kl
 from runtime.arguments import flags
 from runtime.data import rendering
@@ -114,6 +115,8 @@ def setup_run(args, ready: tuple) -> Run:
         print(f"rows       {run.layout} ({chosen.layout_reason}), {run.attention} attention")
         print(f"sizes      {', '.join(f'{name} {value}' for name, value in vars(run.sizes).items())} ({chosen.reason})")
         print("\n".join(kl_lines(args)), flush=True)
+        if args.dry_run:
+            rewards.try_own_verifiers(args, run.problems)
     return run
 
 

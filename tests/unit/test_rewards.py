@@ -854,3 +854,21 @@ def test_whoever_reads_a_run_is_told_of_its_control():
         assert ("CONTROL  random" in plot.summary([metrics | {"time/step": 1.0}], [])) == said
         found = {"outcome": "learned", "why": "", "control": control_of(metrics), "evaluation": None, "findings": []}
         assert ("CONTROL    random" in verdict.in_words(found)) == said
+
+
+def test_a_dry_run_tries_the_users_verifier(tmp_path, capsys):
+    """Its scores of the truth and of no text are printed; one that raises, or takes other arguments, ends it."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def good(response, truth, row):\n    return float(truth in response)\n"
+        "def bad(response, truth, row):\n    return {}[response]\n"
+        "def other(completions, **kwargs):\n    return [0.0]\n"
+    )
+    problem = Problem([], "146", f"{file}:good", {})
+    rewards.try_own_verifiers(Args(), [problem])
+    assert "own.py:good: 1 for the ground truth '146', 0 for an empty response" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        rewards.try_own_verifiers(Args(), [Problem([], "146", f"{file}:bad", {})])
+    assert "raises on the truth '146'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"write def other\(response, truth, row\)"):
+        rewards.find_verifier(f"{file}:other")
