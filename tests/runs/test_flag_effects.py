@@ -28,7 +28,7 @@ CASES = [(script, flag) for script in flag_effects.SCRIPTS for flag in flag_effe
 def test_every_argument_has_evidence(script):
     """A new flag needs a row in tests/flag_effect_rows.py; a row whose flag is gone goes, too."""
     flags = set(flag_effects.flags_of(script))
-    assert flags - flag_effect_rows.EVIDENCE.keys() == set(), "no row in tests/flag_effect_rows.py"
+    assert flags - flag_effect_rows.EVIDENCE.keys() == set(), "add a row: CONTRIBUTING.md, A new flag"
     assert flag_effect_rows.EVIDENCE.keys() - set(flag_effects.every_flag()) == set(), "no such flag any more"
 
 

@@ -70,7 +70,8 @@ def test_arguments_of_both_scripts_are_the_same_text():
     ours = fields(ppo)
     theirs = fields(grpo)
     own = [name for name in ours if name not in theirs]
-    assert set(theirs) - set(ours) == {"advantage_normalization_type", "advantage_eps", "kl_reward_norm"}
+    of_groups = {"advantage_normalization_type", "advantage_eps", "kl_reward_norm"}
+    assert set(theirs) - set(ours) == of_groups, "put the flag into both scripts, or into this set"
     assert [name for name in ours if name in theirs] == [name for name in theirs if name in ours]
     assert {name for name in theirs if name in ours and ours[name] != theirs[name]} == {"mask_truncated_completions"}
     first = list(ours).index(own[0])
@@ -105,7 +106,7 @@ def test_the_loop_of_ppo_has_every_line_of_grpo_but_those_about_groups():
         "groups = sorted({samples[i].prompt_id for i in in_loss})",
         "lr = utils.learning_rate(optimizer_step, run.total_steps * updates, args)",
         "if not mini_in_loss or stats.stopped:",
-    ]
+    ], "put the line into both scripts, or into this list"
 
 
 @pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
