@@ -46,7 +46,16 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process, user_files
 
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
-KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
+KLInLoss = Literal[
+    KLEstimator,
+    "k1+",
+    "k2+",
+    "k3+",
+    "k4+",
+    "abs+",
+    "kl+",
+    "low_var_kl+",
+]
 
 
 @flags.own_flags_first

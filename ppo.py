@@ -51,7 +51,16 @@ from runtime.training import model_files
 CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
-KLInLoss = Literal[KLEstimator, "k1+", "k2+", "k3+", "k4+", "abs+", "kl+", "low_var_kl+"]
+KLInLoss = Literal[
+    KLEstimator,
+    "k1+",
+    "k2+",
+    "k3+",
+    "k4+",
+    "abs+",
+    "kl+",
+    "low_var_kl+",
+]
 
 
 @flags.own_flags_first

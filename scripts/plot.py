@@ -128,22 +128,32 @@ def load_run(folder: Path) -> Run:
 
 def save_table(runs: list[Run], file: Path) -> None:
     """Write the arguments and the numbers of runs, a line of JSON per run, to 7 digits, and no local paths."""
+
+    def rounded(record: dict) -> dict:
+        found = dict(record)
+        for name, value in record.items():
+            if isinstance(value, float):
+                found[name] = float(f"{value:.7g}")
+        return found
+
     lines = []
     for run in runs:
         args = {name: value for name, value in run.args.items() if name not in PRESENTATION}
-        curves = [
-            [{k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in record.items()} for record in records]
-            for records in (run.metrics, run.evals)
-        ]
-        lines.append(json.dumps([run.folder.name, args, *curves]) + "\n")
-    file.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+        metrics = list(map(rounded, run.metrics))
+        evals = list(map(rounded, run.evals))
+        line = json.dumps([run.folder.name, args, metrics, evals])
+        lines.append(line)
+    text = "\n".join(lines)
+    packed = gzip.compress(text.encode(), mtime=0)
+    file.write_bytes(packed)
 
 
 def load_table(file: Path) -> list[Run]:
     """Return the runs of a file that ``save_table`` wrote."""
     try:
-        lines = gzip.decompress(file.read_bytes()).decode().splitlines()
-        return [Run(Path(name), *rest) for name, *rest in map(json.loads, lines)]
+        text = gzip.decompress(file.read_bytes()).decode()
+        rows = [json.loads(line) for line in text.splitlines()]
+        return [Run(Path(name), *rest) for name, *rest in rows]
     except (OSError, EOFError, ValueError) as error:
         refuse(f"{file}: not a table of runs, as --save writes it ({error})")
 
@@ -258,8 +268,10 @@ def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
     """Load the runs in or under the folders that logged a step and have the arguments of ``where`` (NAME=VALUE)."""
     runs = []
     for path in paths:
+        if path.suffix == TABLE:
+            runs += load_table(path)
         files = [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
-        runs += load_table(path) if path.suffix == TABLE else map(load_run, [file.parent for file in files])
+        runs += [load_run(file.parent) for file in files]
     runs = [run for run in runs if run.metrics]
     if not runs:
         refuse("no run with a step in its metrics.jsonl in these folders; start one with: python grpo.py")
@@ -488,7 +500,8 @@ def main() -> None:
         return
     if args.output and args.output.suffix not in (".png", ".svg", ".pdf"):
         refuse(f"--output {args.output}: the suffix must be .png, .svg or .pdf")
-    if args.by or args.where or args.y or args.x or len(args.paths) > 1 or args.paths[0].suffix == TABLE:
+    several = [*args.paths[1:], *args.by, *args.where, *args.y]
+    if several or args.x or args.paths[0].suffix == TABLE:
         if args.output is None:
             refuse("--output is needed to compare several runs, for example --output compare.png")
         compare(args)

@@ -166,13 +166,18 @@ def transformer(layers: int, hidden: int, intermediate: int, heads: int, kv_head
     return Model(parameters, layers, hidden, intermediate, heads, kv_heads, size, vocabulary)
 
 
-MODELS = {
-    "Qwen3-0.6B": transformer(28, 1024, 3072, 16, 8, 128, 151_936),
-    "Llama-3.2-1B": transformer(16, 2048, 8192, 32, 8, 64, 128_256),
-    "Qwen3-1.7B": transformer(28, 2048, 6144, 16, 8, 128, 151_936),
-    "Qwen3-4B": transformer(36, 2560, 9728, 32, 8, 128, 151_936),
-    "Qwen3-8B": transformer(36, 4096, 12_288, 32, 8, 128, 151_936),
-}
+# Name: layers, hidden and intermediate size, heads, heads of keys and values, their size, vocabulary.
+PUBLISHED = """
+Qwen3-0.6B    28 1024 3072  16 8 128 151936
+Llama-3.2-1B  16 2048 8192  32 8 64  128256
+Qwen3-1.7B    28 2048 6144  16 8 128 151936
+Qwen3-4B      36 2560 9728  32 8 128 151936
+Qwen3-8B      36 4096 12288 32 8 128 151936
+"""
+MODELS = {}
+for line in PUBLISHED.split("\n")[1:-1]:
+    name, *numbers = line.split()
+    MODELS[name] = transformer(*map(int, numbers))
 ONE_GPU = ("rtx4060", "rtx3060", "t4", "rtx3090", "rtx4090", "a10", "l40s", "a100", "h100")
 # Letters of the table: they take less memory and more time. Sets of them, in the order in which they are tried.
 LETTERS = {
@@ -192,10 +197,16 @@ def table_row(args, name: str, kind: str, gpus: int) -> str:
     setting = memory.Setting(gpus, 2, card.gb * 1e9)
 
     def lettered(letters: str):
-        return replace(args, **{flag: value for letter in letters for flag, value in LETTERS[letter].items()})
+        found = args
+        for letter in letters:
+            found = replace(found, **LETTERS[letter])
+        return found
 
     def first(ladder: tuple[str, ...]) -> str | None:
-        return next((each for each in ladder if memory.first_fit(lettered(each), model, setting)), None)
+        for letters in ladder:
+            if memory.first_fit(lettered(letters), model, setting):
+                return letters
+        return None
 
     # Adapters have next to no gradients and states: with O, the bound of the complete model is without them, too.
     lora = first(("O", "OC", "OCK", "OCL"))
@@ -208,19 +219,30 @@ def table_row(args, name: str, kind: str, gpus: int) -> str:
     seconds = step_seconds(chosen, model, setting, size, card, round(MEAN * args.max_response_length))
     host = gpus * memory.host_memory(chosen, model, setting)
     disk = FILES * model.parameters
-    numbers = f"{needed / 1e9:.0f} | {host / 1e9:.0f} | {whole_step(seconds, chosen) / 60:.1f} | {disk / 1e9:.0f}"
-    return f"| {gpus} x {kind} | {name} | {letters or 'none'} | {numbers} | {adapters} |"
+    cells = [
+        f"{gpus} x {kind}",
+        name,
+        letters or "none",
+        f"{needed / 1e9:.0f}",
+        f"{host / 1e9:.0f}",
+        f"{whole_step(seconds, chosen) / 60:.1f}",
+        f"{disk / 1e9:.0f}",
+        adapters,
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def print_table(words: list[str]) -> None:
     """Print the table of cards and models, for 64 prompts of at most 256 tokens and 8 responses to each."""
-    lengths = ["--max_prompt_length", "256", "--max_response_length", "1024", "--num_unique_prompts_rollout", "64"]
-    args = flags.parse(grpo.Args, words=[*lengths, *words])
-    columns = ("GPU", "model", "letters", "GPU GB", "host GB", "minutes a step", "disk GB", "LoRA")
-    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for kind, gpus in [*((kind, 1) for kind in ONE_GPU), ("h100", 8)]:
+    shape = "--max_prompt_length 256 --max_response_length 1024 --num_unique_prompts_rollout 64"
+    args = flags.parse(grpo.Args, words=[*shape.split(), *words])
+    print("| GPU | model | letters | GPU GB | host GB | minutes a step | disk GB | LoRA |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind in ONE_GPU:
         for name in MODELS:
-            print(table_row(args, name, kind, gpus))
+            print(table_row(args, name, kind, 1))
+    for name in MODELS:
+        print(table_row(args, name, "h100", 8))
 
 
 def main(words: list[str]) -> None:

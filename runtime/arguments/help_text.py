@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import shutil
 import textwrap
@@ -17,8 +18,16 @@ from unittest import mock
 import tyro
 
 FIRST = (
-    *("model_name_or_path", "dataset", "verifier", "max_response_length"),
-    *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "learning_rate", "total_steps", "beta", "seed"),
+    "model_name_or_path",
+    "dataset",
+    "verifier",
+    "max_response_length",
+    "num_unique_prompts_rollout",
+    "num_samples_per_prompt_rollout",
+    "learning_rate",
+    "total_steps",
+    "beta",
+    "seed",
 )
 
 
@@ -28,29 +37,41 @@ def entries(cls: type, options: dict) -> dict[str, tuple[str, str]]:
     wide = mock.patch.dict("os.environ", COLUMNS="9999")  # and it breaks no lines
     with wide, contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         tyro.cli(cls, args=["--help"], use_underscores=True, **options)
+    _, *parts = re.split(r"^  (?=--)", shown.getvalue(), flags=re.MULTILINE)
     found = {}
-    for entry in re.split(r"^  (?=--)", shown.getvalue(), flags=re.MULTILINE)[1:]:
-        head, text = re.match(r"(.*?)\s{2,}(.*)", entry, re.DOTALL).groups()
-        text = re.sub(r" \(default: (None)?\)$", "", " ".join(text.split()))
-        found[re.match(r"--(\w+)", head)[1]] = (head.replace("--no_", "--no-").replace("{None}|", ""), text)
+    for part in parts:
+        flag, text = re.match(r"(.*?)\s{2,}(.*)", part, re.DOTALL).groups()
+        name = re.match(r"--(\w+)", flag)[1]
+        flag = flag.replace("--no_", "--no-").replace("{None}|", "")
+        text = " ".join(text.split())
+        found[name] = (flag, re.sub(r" \(default: (None)?\)$", "", text))
     return found
+
+
+def asked_for(words: list[str]) -> str:
+    """Return the word after --help, or ""."""
+    for word, after in itertools.pairwise([*words, ""]):
+        if word in ("-h", "--help") and not after.startswith("-"):
+            return after.replace("-", "_")
+    return ""
 
 
 def print_help(cls: type, description: str | None, words: list[str], options: dict, derived: tuple[str, ...]) -> None:
     """Print the help that ``words`` ask for. ``derived``: flags whose value follows from model and data."""
     found = entries(cls, options)
-    asked = next((after for word, after in zip(words, [*words[1:], ""], strict=True) if word in ("-h", "--help")), "")
-    chosen = [name for name in found if asked == "all" or asked.replace("-", "_") in name]
-    if not asked or asked.startswith("-"):
-        paragraphs = (description or "").strip("\n").split("\n\n")
-        print("\n\n".join(dict.fromkeys([paragraphs[0], paragraphs[-1]])) + "\n")
+    asked = asked_for(words)
+    chosen = [name for name in found if asked == "all" or asked in name]
+    if not asked:
         chosen = [name for name in FIRST if name in found]
+        paragraphs = (description or "").strip("\n").split("\n\n")
+        print(paragraphs[0])
+        print(f"\n{paragraphs[-1]}\n")
     width = min(110, shutil.get_terminal_size().columns)
     for name in chosen:
-        head, text = found[name]
+        flag, text = found[name]
         if name in derived:
             text = re.sub(r"\(default: (.*)\)$", r"(default: from model and data; \1 in the quickstart)", text)
-        indented = {"initial_indent": "    ", "subsequent_indent": "    "}
-        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, **indented)
-        print("\n".join([head, *lines]))
+        print(flag)
+        lines = textwrap.wrap(text, width - 4, break_long_words=False, break_on_hyphens=False)
+        print(textwrap.indent("\n".join(lines), "    "))
     print(f"\n--help all prints all {len(found)} flags, --help WORD those with WORD in their names, such as --help kl")
