@@ -258,6 +258,7 @@ def main(words: list[str]) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)}
     args = flags.parse(script.Args, __doc__, words[2:])
     args.dry_run = True  # nothing is written
+    args.overwrite = True  # and nothing is asked of an earlier run of this name
     problems, *_ = script.preflight(args)
     foretell(args, read_model(args.model), kind, gpus, len(problems))
 
