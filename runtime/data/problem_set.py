@@ -53,7 +53,7 @@ VERIFIER_ALIASES = dict.fromkeys((*MATH, "math", "huggingfaceh4/math-500"), "mat
 VERIFIER_ALIASES |= dict.fromkeys(("code", "code_stdio", "codecontests", "apps", "codeforces", "taco"), "code")
 VERIFIER_ALIASES |= {"gsm8k": "gsm8k", "openai/gsm8k": "gsm8k", "ifeval": "ifeval", "countdown": "countdown"}
 
-Messages = list[dict[str, str]]  # a conversation: role and content of each
+Messages = list[dict[str, Any]]  # a conversation: role and content of each, and what else a chat template may read
 Pick = Callable[[str, list[str], int], list[str]]  # (source, keys of its problems, count) -> the chosen keys
 BadRows = list[tuple[int, str]]  # (index, what is wrong with the row)
 
@@ -202,7 +202,7 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
         if isinstance(numbers, list):
             listed = ", ".join(map(str, numbers))
             return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=listed)}]
-    if isinstance(prompt, str) and (chat := _chat_as_text(prompt)):
+    if isinstance(prompt, str) and (chat := _json_list(prompt)) and all(map(_is_message, chat)):
         prompt = chat
     if isinstance(prompt, str):
         starter = row.get("starter_code") if "input_output" in row else None  # APPS, TACO: it names the function
@@ -210,14 +210,17 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
         kinds = "a list of something else"
-        prompt = [_with_text_parts(message) for message in prompt]
-        if all(_is_message(message) for message in prompt):
-            messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+        messages = [_with_text_parts(message) for message in prompt]
+        if all(map(_is_message, messages)):
+            empty = (None, "", [], {})  # files of columns give every message the fields of all
+            messages = [{k: v for k, v in m.items() if k == "content" or v not in empty} for m in messages]
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             if messages:
                 return messages
             kinds = "only messages of the assistant"
+        elif empty := [m for m in messages if isinstance(m, dict) and "role" in m and m.get("content") is None]:
+            kinds = f"a list with a message of the {empty[0]['role']} without content, and without tool_calls"
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
 
 
@@ -233,15 +236,12 @@ def _with_system(messages: Messages, columns: Columns) -> Messages:
     return messages
 
 
-def _chat_as_text(text: str) -> list | None:
-    """Return the messages of a chat that is written as JSON, as in a column of a CSV file; None for any other text."""
-    if not text.startswith("[{"):
-        return None
+def _json_list(text: str) -> list | None:
+    """Return messages or tools that are written as JSON, as in a column of a CSV file; None for any other text."""
     try:
-        found = json.loads(text)
+        return json.loads(text) if text.startswith("[{") else None
     except (ValueError, RecursionError):
         return None
-    return found if all(map(_is_message, found)) else None
 
 
 def _with_text_parts(message: Any) -> Any:
@@ -289,7 +289,19 @@ def _as_text(truth: Any, verifier: str) -> str:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    """Return True for a chat message with text as its content, or with tool calls of the assistant and no content."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return False
+    content = message.get("content")
+    calls = message["role"] == "assistant" and message.get("tool_calls")
+    return isinstance(content, str) or (content is None and bool(calls))
+
+
+def tools_of(row: dict[str, Any]) -> list | None:
+    """Return the tools of a row as chat templates take them: its column ``tools``, a list or the JSON text of one."""
+    found = row.get("tools")
+    found = _json_list(found) if isinstance(found, str) else found
+    return found if found and isinstance(found, list) else None
 
 
 def _named_verifiers(row: dict[str, Any], key: str) -> str:
@@ -314,7 +326,7 @@ def _named_verifiers(row: dict[str, Any], key: str) -> str:
 def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
     """Turn one row into a problem. Raises ValueError that says what is wrong with the row, or with its ground truth."""
     if not isinstance(row, dict):
-        raise ValueError(f"is {type(row).__name__}, not an object with columns")
+        raise ValueError(f"is {type(row).__name__}, not an object with columns (a file with a list must end in .json)")
     values = []
     for key in (columns.prompt, columns.truth):
         try:
@@ -332,7 +344,7 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
     if columns.verifier_key is not None:
         verifier = _named_verifiers(row, columns.verifier_key) or verifier
     truth = _as_text(values[1], verifier)
-    text = "".join(message["content"] for message in messages)
+    text = "".join(message.get("content") or "" for message in messages)
     _check_text(columns.prompt, text)
     _check_text(columns.truth, truth)
     _check_seen(row, text)
@@ -346,7 +358,7 @@ def make_problem(row: Any, columns: Columns, check: Check) -> Problem:
         wrong = f"it is an object; name a key of it, such as --ground_truth_key {columns.truth}.{next(iter(values[1]))}"
     if wrong:
         raise ValueError(f"has a ground truth that its own verifier {verifier} rejects: {truth[:80]!r} ({wrong})")
-    return Problem(messages, truth, verifier, row)
+    return Problem(messages, truth, verifier, row, tools=tools_of(row))
 
 
 def _check_text(key: str, text: str) -> None:
@@ -451,7 +463,8 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
     contradicting = set()
     for problem in problems:
         problem.source = problem.source or name
-        key = json.dumps(problem.messages if args.environment is None else [problem.messages, problem.row], default=str)
+        asked = [problem.messages, problem.tools] if problem.tools else problem.messages
+        key = json.dumps(asked if args.environment is None else [problem.messages, problem.row], default=str)
         if distinct.setdefault(key, problem).truth != problem.truth:
             contradicting.add(key)
     if contradicting:

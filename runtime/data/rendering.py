@@ -14,7 +14,7 @@ from runtime.data import problem_set
 from runtime.data.problem_set import Messages, check_enough
 from runtime.data.samples import Problem
 from runtime.data.sources import cached_map, digest
-from runtime.system.process import first_line, print_on_rank_0, refuse
+from runtime.system.process import first_line, print_on_rank_0, refuse, warn_once
 
 # What a chat template that writes today's date gets (Llama 3.2, SmolLM3, gpt-oss, Granite 3): with the day's own, a run
 # could not go on after midnight, and one command would be another run on every day. It is the date that Llama's
@@ -22,8 +22,14 @@ from runtime.system.process import first_line, print_on_rank_0, refuse
 TODAY = datetime.datetime(2024, 7, 26)
 
 
-def check_template_variables(tokenizer, args) -> None:
-    """Reject a variable that the chat template does not read: a misspelled one would change nothing."""
+WORDS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "####")  # in a response
+
+
+def check_tokenizer(tokenizer, args) -> None:
+    """Reject a variable that the chat template does not read; warn of special tokens that are looked for as text."""
+    found = [word for word in dict.fromkeys((*args.stop_strings, *WORDS)) if word in special_tokens(tokenizer)]
+    if found:
+        warn_once(f"warning: special tokens of the tokenizer, which other programs may not decode: {', '.join(found)}")
     for name in args.template.variables:
         if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template()):
             owner = args.tokenizer_name_or_path or args.model_name_or_path
@@ -73,7 +79,7 @@ def as_text(messages: Messages, tokenizer, template: str | None, variables: dict
             **variables,
         )
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: there is no template
-        roles = [message["role"] for message in messages]
+        roles = [" with ".join([m["role"], *sorted(m.keys() - {"role", "content"})]) for m in messages]
         why = f"the chat template does not take a prompt of {', '.join(roles)}: {first_line(error)}"
         remedies = ["choose another --chat_template"]
         if "system" in roles:
@@ -163,28 +169,27 @@ def conversation(problem: Problem, tokenizer) -> Messages:
     return [*before, last | {"content": own + quoted(problem.opening, special_tokens(tokenizer), own)}]
 
 
-def variables_of(problems: list[Problem], args) -> dict[str, Any]:
-    """Return the variables of --chat_template and an environment's tools, which a template reads besides messages.
+def variables_of(problems: list[Problem], args) -> list[dict[str, Any]]:
+    """Return what a template reads of each problem besides messages: variables of --chat_template, and its tools.
 
     Whatever renders a prompt a second time needs these and ``conversation``.
     """
-    found = dict(args.template.variables)
-    if problems and problems[0].tools:
-        found["tools"] = problems[0].tools
-    return found
+    shared = args.template.variables
+    return [shared | {"tools": problem.tools} if problem.tools else shared for problem in problems]
 
 
 def render(
-    conversations: list[Messages], tokenizer, template: str | None, variables: dict[str, Any] | None = None
+    conversations: list[Messages], tokenizer, template: str | None, variables: list[dict[str, Any]] | None = None
 ) -> list[list[int]]:
     """Return the token ids of prompts. The tokenizer's own template (``template`` None) writes all special tokens.
 
     With another one, a tokenizer that begins every text with a BOS gets exactly one. ``variables``: what else the
-    template reads. Raises Unrenderable.
+    template reads, of each prompt. Raises Unrenderable.
     """
     if not conversations:
         return []
-    texts = [as_text(messages, tokenizer, template, variables or {}) for messages in conversations]
+    pairs = zip(conversations, variables or [{}] * len(conversations), strict=True)
+    texts = [as_text(messages, tokenizer, template, own) for messages, own in pairs]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     for place, text in enumerate(texts):
         if QUOTED.search(text):
@@ -199,17 +204,18 @@ def render(
 
 def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str, list]:
     """Return the token ids of a batch of conversations in JSON; ``how`` holds the arguments of ``render``."""
-    return {"ids": render([json.loads(text) for text in batch["messages"]], **how)}
+    columns = [[json.loads(text) for text in batch[name]] for name in ("messages", "variables")]
+    return {"ids": render(columns[0], variables=columns[1], **how)}
 
 
-def render_cached(dataset, tokenizer, args, variables: dict[str, Any]) -> list[list[int]]:
-    """Apply ``render`` to the column ``messages`` (JSON) of a data set, in several processes, and cache the result."""
+def render_cached(dataset, tokenizer, args) -> list[list[int]]:
+    """Apply ``render`` to columns of JSON, messages and variables, in several processes, and cache the result."""
     import datasets
 
-    how = {"tokenizer": tokenizer, "template": args.template.text, "variables": variables}
+    how = {"tokenizer": tokenizer, "template": args.template.text}
     function = functools.partial(_render_batch, **how)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
-    parts = (prompt_key(tokenizer, args), json.dumps(variables.get("tools", {})), dataset._fingerprint)
+    parts = (prompt_key(tokenizer, args), dataset._fingerprint)
     key = digest(*(part.encode() for part in parts))
     rendered = cached_map(dataset, function, kinds, key, "tokenizing prompts")
     return rendered.with_format("arrow")[:]["ids"].to_pylist()
@@ -221,16 +227,18 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
     with exit code 2 (error), is left out (filter), or is truncated (left, right).
     """
-    check_template_variables(tokenizer, args)
+    check_tokenizer(tokenizer, args)
     refuse_wrapped(problems, args)
     variables = variables_of(problems, args)
     conversations = [conversation(problem, tokenizer) for problem in problems]
+    check_fields(conversations, variables, tokenizer, args)
     try:
         if len(problems) >= problem_set.LARGE:
             import datasets
 
-            texts = [json.dumps(messages) for messages in conversations]
-            found = render_cached(datasets.Dataset.from_dict({"messages": texts}), tokenizer, args, variables)
+            columns = {"messages": conversations, "variables": variables}
+            texts = {name: [json.dumps(value) for value in values] for name, values in columns.items()}
+            found = render_cached(datasets.Dataset.from_dict(texts), tokenizer, args)
         else:
             found = render(conversations, tokenizer, args.template.text, variables)
     except Unrenderable as error:
@@ -246,6 +254,31 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     return _without_overlong(problems, args)
 
 
+def check_fields(conversations: list[Messages], variables: list[dict[str, Any]], tokenizer, args) -> None:
+    """Reject tools and tool calls that the chat template leaves out of the first prompts; warn of other such fields."""
+    having: dict[str, list[int]] = {}
+    for place, messages in enumerate(conversations):
+        fields = {name for message in messages for name in message} | ({"tools"} & variables[place].keys())
+        for name in fields - {"role", "content"}:
+            having.setdefault(name, []).append(place)
+
+    def text(place: int, without: str | None = None) -> str:
+        messages = [{k: v for k, v in message.items() if k != without} for message in conversations[place]]
+        own = {k: v for k, v in variables[place].items() if k != without}
+        return as_text(messages, tokenizer, args.template.text, own)
+
+    for name, places in having.items():
+        try:
+            if any(text(place) != text(place, name) for place in places[:20]):
+                continue
+        except Unrenderable:  # ``render`` will say so, unless it is without the field
+            continue
+        found = f"--chat_template: it does not write {name!r}, which {len(places)} of {len(conversations)} prompts have"
+        if name in ("tools", "tool_calls"):
+            refuse(f"{found}; choose another template, or take it out of the data")
+        warn_once(f"warning: {found}")
+
+
 # What a chat template leaves in a prompt: the beginning of a turn, or the line with which a base model is to go on.
 WRAPPED = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[/INST\]|<[|｜](?i:user|assistant)[|｜]>"
@@ -258,7 +291,7 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
     if args.chat_template is not None:
         return
     looked = problems[:1000]
-    texts = ["".join(m["content"] for m in p.messages).removesuffix(p.opening) for p in looked]
+    texts = ["".join(m.get("content") or "" for m in p.messages).removesuffix(p.opening) for p in looked]
     wrapped = [text for text in texts if WRAPPED.search(text)]
     if 2 * len(wrapped) > len(looked):
         refuse(

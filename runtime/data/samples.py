@@ -14,14 +14,14 @@ import numpy as np
 class Problem:
     """One row of a data set: the prompt as chat messages, the ground truth, the verifiers' names, and the whole row."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     truth: str
     verifier: str
     row: dict[str, Any]
     prompt_ids: list[int] = field(default_factory=list)
     source: str = ""  # short name of the data set it comes from
     opening: str = ""  # what an environment's reset adds to the last message
-    tools: list[dict[str, Any]] | None = None  # schemas of an environment's tools, where the chat template writes them
+    tools: list[dict[str, Any]] | None = None  # its row's or an environment's, where the chat template writes them
 
 
 @dataclass

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from runtime.system import user_files
-from runtime.system.process import alone, file_digest, first_line, rank, refuse, unique
+from runtime.system.process import alone, file_digest, first_line, print_on_rank_0, rank, refuse, unique
 
 READABLE = (".jsonl", ".json", ".parquet", ".csv")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
@@ -134,7 +134,9 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
         if suffix == ".json":
             rows = []
             for path in paths:
-                content = json.loads(path.read_text(encoding="utf-8-sig"))
+                text = path.read_text(encoding="utf-8-sig")
+                lines = "\n{" in text and text.startswith("{")  # JSON lines under this name
+                content = [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
                 if not isinstance(content, list):
                     raise ValueError(f"it holds {type(content).__name__}, not a list of rows")
                 rows += content
@@ -150,11 +152,12 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
         schemas = []
         for path in paths:
             schemas.append(_parquet_schema(path))
-        # The library takes the columns of the first file for those of all, and verl's files differ in theirs.
-        for schema, group in itertools.groupby(zip(schemas, paths, strict=True), lambda pair: pair[0]):
+        # The library takes the first file's columns for those of all (verl's differ), and needs rows and no maps.
+        for (schema, features), group in itertools.groupby(zip(schemas, paths, strict=True), lambda pair: pair[0]):
             same = [path for _, path in group]
             path = same[0]
-            found.append((_converted("parquet", same, None) if schema else _as_json([]), same))
+            how = {"features": features, "columns": features and list(features)}
+            found.append((_converted("parquet", same, **how) if schema else _as_json([]), same))
         return found
     except OSError as error:
         refuse(f"{FLAG.get()} {path}: cannot be read, or not be cached (HF_HOME moves the cache of datasets): {error}")
@@ -164,7 +167,7 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
         refuse(f"{FLAG.get()} {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}{remedy}")
 
 
-def _converted(kind: str, paths: list[Path], features):
+def _converted(kind: str, paths: list[Path], features, **options):
     """Return the data set that the library makes of text or parquet files, mapped from its cache.
 
     The library knows a file again by its time of modification. The name of the configuration is part of the cache's
@@ -175,7 +178,7 @@ def _converted(kind: str, paths: list[Path], features):
 
     names = [glob.escape(str(path)) for path in paths]
     content = digest_of_files(paths)
-    return datasets.load_dataset(kind, content, data_files=names, split="train", features=features)
+    return datasets.load_dataset(kind, content, data_files=names, split="train", features=features, **options)
 
 
 def _csv_table(path: Path):
@@ -199,12 +202,18 @@ def _csv_table(path: Path):
     )
 
 
-def _parquet_schema(path: Path) -> str:
-    """Return the names and types of a parquet file's columns; "" without rows, for which the library fails."""
+def _parquet_schema(path: Path) -> tuple[str, Any]:
+    """Return (columns and types of a parquet file, "" without rows; features without maps, or None for all)."""
+    import datasets
     import pyarrow.parquet
 
     about = pyarrow.parquet.read_metadata(path)
-    return str(about.schema.to_arrow_schema().remove_metadata()) if about.num_rows else ""
+    schema = about.schema.to_arrow_schema().remove_metadata()
+    maps = [field.name for field in schema if "map<" in str(field.type)]
+    if maps:
+        print_on_rank_0(f"warning: {FLAG.get()} {path}: left out columns of type map: {', '.join(maps)}")
+    known = pyarrow.schema([field for field in schema if field.name not in maps])
+    return str(schema) if about.num_rows else "", datasets.Features.from_arrow_schema(known) if maps else None
 
 
 def _saved_or_hub(source: str):
@@ -274,7 +283,8 @@ def refuse_broken_line(files: list[Path], error: BrokenLine) -> NoReturn:
         with open(path, encoding="utf-8") as lines:
             count = sum(1 for _ in lines)
         if place < count:
-            refuse(f"{FLAG.get()} {path}: not valid jsonl: line {place + 1}: {message}")
+            hint = " (a file with a list must end in .json)" if message.startswith("Expecting value") else ""
+            refuse(f"{FLAG.get()} {path}: not valid jsonl: line {place + 1}: {message}{hint}")
         place -= count
     raise error
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from runtime.data import prompt_order
+from runtime.data import prompt_order, rendering
 from runtime.data.samples import Batch, Problem, Sample
 from runtime.system import user_files, watchdog
 from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weight_bytes
@@ -49,6 +49,7 @@ class Engine:
             self.target = user_files.find("runtime.engine.engine_ranks:Engines")(args, watch).relay
         self.arguments = (args, dtype, rank, world_size, stop_ids)
         self.tokenizer = tokenizer
+        self.ending = {i for text, i in rendering.special_tokens(tokenizer).items() if text not in args.stop_strings}
         self.watch = watch
         self.timeout = args.timeout or math.inf
         self.episodes = args.environment is not None
@@ -209,7 +210,10 @@ class Engine:
                 sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions, *episode)
                 if "fatal" in (sample.outcome or ()):
                     raise RuntimeError(sample.outcome["fatal"])
-                sample.response = self.tokenizer.decode(sample.last_turn(), skip_special_tokens=True)
+                said = sample.last_turn()
+                if finish_reason == "stop" and said[-1] in self.ending:
+                    said = said[:-1]
+                sample.response = self.tokenizer.decode(said, skip_special_tokens=False)
                 sample.engine = key[0] % self.count
                 self.tokens += sample.length
                 if self.reports and batch is self.probe_batch:

@@ -40,7 +40,7 @@ def with_tools(messages: list[dict], tools: list[dict] | None) -> list[dict]:
     """Return a prompt whose system message says which tools there are."""
     if not tools:
         return messages
-    schemas = [json.dumps(tool["function"]) for tool in tools]
+    schemas = [json.dumps(tool.get("function", tool)) for tool in tools]
     text = TOOLS.format(tools="\n".join(schemas))
     if messages[0]["role"] == "system":
         return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -184,6 +184,10 @@ class Chat:
         self.variables = args.template.variables
         self.name = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         self.special = rendering.special_tokens(tokenizer)
+        self.ending = []
+        for text, token in self.special.items():
+            if text not in args.stop_strings:
+                self.ending.append(token)
         self.tools = about["tools"]
         self.role = "user" if about["is_game"] else "tool"
         self.writes_tools = False
@@ -305,9 +309,9 @@ class Chat:
         ids = self._ids(self._after(USER, messages))
         return ids[1:] if last_id in self.special.values() else ids
 
-    def turn_text(self, ids: list[int]) -> str:
-        """Decode a turn of the model without the special tokens at its end."""
-        while ids and ids[-1] in self.special.values():
+    def turn_text(self, ids: list[int], ended: bool) -> str:
+        """Decode a turn of the model, without the special token that ended it if it has ``ended``."""
+        if ended and ids and ids[-1] in self.ending:
             ids = ids[:-1]
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 

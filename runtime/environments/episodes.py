@@ -239,7 +239,7 @@ class Episodes(turns.Episodes):
         start = len(episode.ids)
         episode.add(answer)
         whole = episode.finish_reason != "length"
-        text = self.chat.turn_text(episode.ids[start:])
+        text = self.chat.turn_text(episode.ids[start:], whole)
         said = after_thinking(text)
         is_game = self.about["is_game"]
         calls = self.chat.calls(said) if whole and not is_game else []

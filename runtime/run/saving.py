@@ -26,8 +26,34 @@ def save_model(policy, tokenizer, folder: Path, zero_stage: int, rank: int) -> N
     if rank != 0:
         return
     with written_whole(folder) as beside:
-        policy.module.model.save_pretrained(beside, state_dict=dict(weights))
-        tokenizer.save_pretrained(beside)
+        model = policy.module.model
+        model.save_pretrained(beside, state_dict=dict(weights))
+        save_tokenizer(tokenizer, beside)
+        if model.config.get_text_config() is not model.config:
+            copy_processor(model, beside)
+
+
+def save_tokenizer(tokenizer, folder: Path) -> None:
+    """Save a tokenizer under the name of the class that its source has: transformers 4 lacks that of transformers 5."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    saved = json.loads(file.read_text())
+    name = get_tokenizer_config(tokenizer.name_or_path, local_files_only=True).get("tokenizer_class")
+    saved["tokenizer_class"] = name or saved["tokenizer_class"].replace("TokenizersBackend", "PreTrainedTokenizerFast")
+    file.write_text(json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
+
+
+def copy_processor(model, folder: Path) -> None:
+    """Copy the settings of images to a saved vision-language model, which other programs cannot load without them."""
+    from transformers.utils import cached_file
+
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")}
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        found = cached_file(model.name_or_path, name, **quiet)
+        if found is not None:
+            shutil.copy(found, folder / name)
 
 
 def check_saving(model, tokenizer, flag: str) -> None:
@@ -38,7 +64,7 @@ def check_saving(model, tokenizer, flag: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         try:
             model.save_pretrained(place, state_dict={})
-            tokenizer.save_pretrained(place)
+            save_tokenizer(tokenizer, Path(place))
         except Exception as error:  # of any kind: each would end the run when it saves
             refuse(
                 f"{flag} {model.name_or_path}: its config or tokenizer can be loaded but not saved, so the trained "
@@ -61,7 +87,7 @@ def adopt_template(tokenizer, args, problems: list[Problem]) -> None:
     if given is not None:
         text = rendering.as_text(problems[0].messages, tokenizer, given, variables)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if rendering.render([problems[0].messages], tokenizer, given, variables) != [ids]:
+        if rendering.render([problems[0].messages], tokenizer, given, [variables]) != [ids]:
             head += "{%- if true %}{{ bos_token }}{% endif %}\n"
     if isinstance(own, dict):
         tokenizer.chat_template = {name: head + text for name, text in own.items()}
@@ -115,7 +141,7 @@ def save_critic(critic, normalizer, tokenizer, folder: Path, zero_stage: int, ra
         config["architectures"] = [config["architectures"][0].removesuffix("Model") + "ForTokenClassification"]
         config["id2label"] = {"0": "return"}
         (beside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer.save_pretrained(beside)
+        save_tokenizer(tokenizer, beside)
 
 
 @contextmanager

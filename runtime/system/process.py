@@ -119,6 +119,9 @@ def print_on_rank_0(text: str) -> None:
         print(redact(text), flush=True)
 
 
+warn_once = functools.cache(print_on_rank_0)
+
+
 def refuse(message: str, code: int = 2) -> NoReturn:
     """End the program because of bad input: the message on stderr (once per node), and the exit code."""
     if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":

@@ -24,6 +24,7 @@ from helpers import (
     saved,
     tiny_args,
 )
+from tokenizers import AddedToken
 
 import grpo
 import utils
@@ -86,8 +87,9 @@ class Script:
         self.watch = SimpleNamespace(store=store, heartbeat=lambda: None)
         self.watch.receive = lambda *a: watchdog.Watch.receive(self.watch, *a)
 
-    def engine(self, **changes) -> grpo.Engine:
-        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids))
+    def engine(self, tokenizer=None, **changes) -> grpo.Engine:
+        plain = SimpleNamespace(decode=lambda ids, skip_special_tokens: str(ids), added_tokens_decoder={})
+        tokenizer = tokenizer or plain
         return grpo.Engine(self.thread, grpo.Args(rollout="hf", **changes), torch.float32, tokenizer, [2], self.watch)
 
 
@@ -128,6 +130,24 @@ def test_samples_that_arrive_before_an_acknowledgement_are_kept(monkeypatch):
     assert len(keys(a for a in arrived if a[0] is second)) == 2
     assert sorted(keys(arrived[:0]) + keys(engine.arrivals(second))) == [(p, k) for p, k, _ in REQUESTS][2:]
     assert not engine.batches and engine.metrics["perf/generate_tokens_per_second"] == 6 / 0.5
+    engine.close()
+
+
+@pytest.mark.parametrize("ids, text", [([5, 9, 2], "5 9"), ([5, 2, 9], "5 2 9"), ([2, 5], "2 5"), ([5, 7], "5 7")])
+def test_only_the_special_token_that_ended_a_response_is_no_part_of_its_text(monkeypatch, ids, text):
+    """Tags that are special tokens reach verifiers; a stop string (7) and the last token of a cut response (9) stay."""
+    special = {2: "</s>", 7: "</call>", 9: "</answer>"}
+    reason = "length" if ids[-1] == 9 else "stop"
+    found = ("sample", 0, (0, 0), ids, [-1.0] * len(ids), reason, [(1, 0)])
+
+    def decode(ids, skip_special_tokens):
+        return " ".join(str(i) for i in ids if not (skip_special_tokens and i in special))
+
+    tokenizer = SimpleNamespace(decode=decode)
+    tokenizer.added_tokens_decoder = {i: AddedToken(word, special=True) for i, word in special.items()}
+    engine = Script(monkeypatch, until=lambda _: [found]).engine(tokenizer, stop_strings=("</call>",))
+    ((_, sample),) = engine.arrivals(engine.ask(PROBLEMS, REQUESTS[:1], {}))
+    assert sample.response == text
     engine.close()
 
 

@@ -106,6 +106,7 @@ def start_engine(folder: str, place: str, **vllm) -> grpo.Engine:
         def decode(ids, skip_special_tokens):
             return ""
 
+    Decoder.added_tokens_decoder = {}
     return grpo.Engine(grpo.vllm_thread, args, DTYPE[place], Decoder(), [2], watchdog.Watch(0))
 
 

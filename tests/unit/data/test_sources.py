@@ -495,6 +495,17 @@ def test_countdown_prepared_by_tinyzero(tmp_path):
     assert rewards.countdown("<answer>3 * 5 + 7</answer>", problem.truth, problem.row).score == 1
 
 
+def test_json_lines_named_json_and_a_column_of_type_map(tmp_path, capsys):
+    """Both are read, the file of columns without the maps, which a warning names."""
+    expected = questions(everything(Args(dataset=write(tmp_path / "a.jsonl", rows()))))
+    assert questions(everything(Args(dataset=write(tmp_path / "a.json", rows())))) == expected
+    maps = pyarrow.array([[("k", 1)]] * 30, pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    table = pyarrow.Table.from_pylist(rows()).append_column("counts", maps)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert questions(everything(Args(dataset=str(tmp_path / "a.parquet")))) == expected
+    assert "left out columns of type map: counts" in capsys.readouterr().out
+
+
 def test_a_closing_answer_never_stays_in_the_prompt(tmp_path, capsys):
     source = write(tmp_path / "a.jsonl", [{"question": CHAT_ROW * 2, "answer": "2"}])
     (problem,) = everything(Args(dataset=source))
@@ -619,6 +630,8 @@ def test_every_row_without_the_column(tmp_path, capsys):
     ("name", "text", "words"),
     [
         ("a.json", '{"question": "1"}', ["not valid json", "not a list of rows"]),
+        ("a.jsonl", json.dumps(rows(2)), ["row 0 is list", "a file with a list must end in .json"]),
+        ("a.jsonl", json.dumps(rows(2), indent=1), ["line 1: ", "a file with a list must end in .json"]),
         ("a.csv", "question,answer,answer\n1,2,3\n", ["two columns have one name", "question, answer, answer"]),
         ("a.parquet", "not parquet", ["not valid parquet"]),
         ("a.jsonl", '{"question": "1", "answer": "1"}\n' + "[" * 100_000, ["not valid jsonl", "line 2", "recursion"]),
@@ -844,6 +857,60 @@ def test_variables_of_the_template(tiny, tmp_path, capsys, cache, monkeypatch):
     args = Args(model_name_or_path=str(tiny), chat_template='{"enable_think": false}')
     message = refusal(capsys, args, lambda args: rendering.render_prompts([], qwen, args))
     assert f"--chat_template: the template of {tiny} has no variable 'enable_think'" in message
+
+
+ASKED = [{"role": "user", "content": "tea?"}]
+TOOL = {"type": "function", "function": {"name": "price_of", "arguments": '{"item": "tea"}'}}  # also of a call
+CALLED = [
+    *ASKED,
+    {"role": "assistant", "content": None, "tool_calls": [TOOL], "reasoning_content": "hm", "name": None},
+    {"role": "tool", "content": "7", "tool_call_id": "c1", "tool_calls": []},
+]
+WRITES_ALL = (
+    "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.role }}={{ m.content }}"
+    "{{ m.reasoning_content }}{{ m.tool_call_id }}{% if 'name' in m %}named{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %};{% endfor %}"
+)
+
+
+def test_tools_and_calls_of_a_row_reach_the_template(tokenizer, tmp_path, cache, monkeypatch):
+    """Each row's own, of few rows and of many; equal questions with other tools are other problems."""
+    (tmp_path / "all.jinja").write_text(WRITES_ALL)
+    calls = 'user=tea?;assistant=Nonehmprice_of{"item": "tea"};tool=7c1;'
+    content = [{"messages": CALLED, "tools": tools, "ground_truth": "7"} for tools in ([TOOL], json.dumps([TOOL] * 2))]
+    args = Args(dataset=write(tmp_path / "a.jsonl", content), chat_template=str(tmp_path / "all.jinja"))
+    for large in (1000, 2):
+        monkeypatch.setattr(problem_set, "LARGE", large)
+        problems = rendering.render_prompts(everything(args), tokenizer, args)
+        texts = [tokenizer.decode(problem.prompt_ids) for problem in problems]
+        assert texts == ["[price_of]" + calls, "[price_of]" * 2 + calls]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"tools": [TOOL]}, "does not write 'tools', which 1 of 1 prompts have"),
+        ({"messages": CALLED}, "does not write 'tool_calls'"),
+        ({"messages": [{"role": "user", "content": None}]}, "message of the user without content"),
+        ({"messages": [ASKED[0] | {"name": "Ann"}]}, "warning: --chat_template: it does not write 'name'"),
+    ],
+)
+def test_a_field_that_the_template_does_not_write_is_named(tokenizer, tmp_path, capsys, change, said):
+    args = Args(dataset=write(tmp_path / "a.jsonl", [{"messages": ASKED, "ground_truth": "7"} | change]))
+    with contextlib.suppress(SystemExit):
+        rendering.render_prompts(everything(args), tokenizer, args)
+        assert "warning" in said, "it was accepted"
+    output = capsys.readouterr()
+    assert said in output.out + output.err
+
+
+def test_special_tokens_that_verifiers_look_for_are_named(tiny, capsys):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<answer>", "</answer>"]})
+    rendering.render_prompts([], tokenizer, Args(stop_strings=("<|endoftext|>", ".")))
+    assert "decode: <|endoftext|>, <answer>, </answer>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

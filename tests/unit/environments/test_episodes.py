@@ -341,7 +341,7 @@ def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
     args = arguments(tiny, "Tools")
     problems = [Problem([{"role": "user", "content": "u"}], "1", "exact", row) for row in ({"hint": " h"}, {})]
     episodes.first_turns(problems, tokenizer_of(tiny), args)
-    assert rendering.variables_of(problems, args) == {}
+    assert rendering.variables_of(problems, args) == [{}, {}]
     assert [p.messages[-1]["content"] for p in problems] == ["u h", "u"]
     assert all('"name": "add"' in p.messages[0]["content"] for p in problems)
 

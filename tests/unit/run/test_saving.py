@@ -38,7 +38,7 @@ def test_the_saved_tokenizer_writes_the_prompts_of_the_run(tiny, tmp_path, chat_
     if chat_template.startswith("{"):
         tokenizer.chat_template = READS
     args = tiny_args(tiny, tmp_path, chat_template=chat_template)
-    trained = rendering.render([TALK], tokenizer, args.template.text, args.template.variables)[0]
+    trained = rendering.render([TALK], tokenizer, args.template.text, [args.template.variables])[0]
     before = tokenizer.chat_template
     saving.adopt_template(tokenizer, args, [Problem(TALK, "5", "exact", {}, trained)])
     assert tokenizer.chat_template != before or chat_template == "chatml"
@@ -56,6 +56,21 @@ def test_a_run_with_the_tokenizers_own_template_changes_nothing(tiny, tmp_path):
     before = tokenizer.chat_template
     saving.adopt_template(tokenizer, tiny_args(tiny, tmp_path), [])
     assert tokenizer.chat_template == before
+
+
+@pytest.mark.parametrize("named", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", None])
+def test_the_saved_tokenizer_has_the_class_of_its_source(tiny, tmp_path, named):
+    """transformers 4 does not know TokenizersBackend, as transformers 5 names a class of its own."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": named}))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    saving.save_tokenizer(tokenizer, tmp_path / "saved")
+    found = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())["tokenizer_class"]
+    assert found == (named or "PreTrainedTokenizerFast")
+    again = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert again("1 + 1 = «ß»")["input_ids"] == tokenizer("1 + 1 = «ß»")["input_ids"]
 
 
 def unsavable_config(model, tokenizer) -> None:
