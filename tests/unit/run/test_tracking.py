@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +86,17 @@ def test_a_run_from_scratch_drops_what_was_tracked_before(tiny, tmp_path):
     again = tracking.TensorBoard(tmp_path, 0)
     again.log({"a": 2.5}, step=1)
     assert curves(tmp_path) == {"a": {1: 2.5}}, "visible before the end"
+
+
+def test_wandb_gets_no_name_that_is_too_long(tmp_path, monkeypatch):
+    """It takes 128 characters; names that differ only after them stay different."""
+    given = []
+    wandb = SimpleNamespace(Settings=dict, init=lambda **options: given.append(options["name"]))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    names = ["short", "x" * 128, "x" * 130, "x" * 129 + "y"]
+    for name in names:
+        tracking.start_wandb(tmp_path / name, {"wandb_id": "1", "command": []})
+    assert given[:2] == names[:2] and len(set(given)) == 4 and max(map(len, given)) == 128
 
 
 def test_a_tracker_that_fails_ends_alone(tmp_path, capsys):
