@@ -76,6 +76,12 @@ ROUTED |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
 LINEAR |= {"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]}
 MAMBA = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_heads": 4, "mamba_d_head": 32}
+TEXT = SIZES | {"head_dim": 32}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
+PIXTRAL = TOWER | {"model_type": "pixtral", "head_dim": 16, "image_size": 28}
+QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+QWEN |= {"deepstack_visual_indexes": [0]}
+MROPE = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [8, 4, 4]}}
 # name -> (model type, fields of its config besides SIZES), the most used first
 ZOO: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {"rope_theta": 5e5, "tie_word_embeddings": True}),
@@ -164,6 +170,13 @@ ZOO: dict[str, tuple[str, dict]] = {
     "apertus": ("apertus", {}),
     "helium": ("helium", {"head_dim": 32}),
     "vaultgemma": ("vaultgemma", {"head_dim": 32, "query_pre_attn_scalar": 32, **BOTH}),
+    "gemma3 with vision": ("gemma3", {"text_config": TEXT | BOTH, "vision_config": TOWER}),
+    "mistral3 with vision": (
+        "mistral3",
+        {"text_config": TEXT | {"model_type": "ministral3"}, "vision_config": PIXTRAL},
+    ),
+    "qwen3_5 with vision": ("qwen3_5", {"text_config": TEXT | LINEAR, "vision_config": QWEN}),
+    "qwen3_vl": ("qwen3_vl", {"text_config": TEXT | MROPE, "vision_config": QWEN}),
 }
 VERIFIER = """from rewards import Reward
 
@@ -200,7 +213,7 @@ def write_model(folder: Path, kind: str, fields: dict) -> dict:
     """Write a random model and its tokenizer; every weight is random, also biases, norms and attention sinks."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
     special = ["<pad>", "<s>", "</s>", "<unk>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -214,7 +227,9 @@ def write_model(folder: Path, kind: str, fields: dict) -> dict:
     torch.manual_seed(0)
     usual = AutoConfig.for_model(kind)
     sizes = {field: size for field, size in SIZES.items() if hasattr(usual, field)}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | fields)))
+    config = AutoConfig.for_model(kind, **(sizes | fields))
+    has_parts = config.get_text_config() is not config
+    model = (AutoModelForImageTextToText if has_parts else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.02 * torch.randn_like(weight))
@@ -253,6 +268,8 @@ def serve_alone(folder: Path, name: str) -> dict:
 
     pairs = json.loads((folder / f"{name}.responses.json").read_text())
     options = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**26, "max_model_len": 76}
+    config = json.loads((folder / "config.json").read_text())
+    options["language_model_only"] = "text_config" in config  # the random models have no settings of images
     llm = LLM(model=str(folder / "runs" / name / "model"), block_size=32, **options)
     how = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[2], detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in pairs], how)
