@@ -309,7 +309,7 @@ def dense_rewards(sample: Sample, decode: Callable, args) -> np.ndarray:
         return max(-limit, min(limit, (score - args.reward_bias) * args.reward_scaling))
 
     def characters(place: int) -> int:
-        return len(decode(ids[: place + 1], skip_special_tokens=True))
+        return len(decode(ids[: place + 1], skip_special_tokens=False))
 
     rewards = np.zeros(len(ids))
     start = shaped(0.0) if args.dense_reward == "difference" else 0.0
@@ -452,7 +452,9 @@ def token_loss(t: Tokens, beta: float, args: Args) -> tuple[torch.Tensor, dict[s
     # weight would only add noise to them, and would shrink them for tokens whose weight is capped or masked.
     weight_T = importance_weights(t.old_T, t.sampler_T, args)
     policy_T = weight_T * policy_T
-    loss_T = policy_T - args.entropy_coef * t.entropy_T
+    loss_T = policy_T
+    if args.entropy_coef != 0:
+        loss_T = policy_T - args.entropy_coef * t.entropy_T
 
     # KL in the loss
     kl_T = torch.zeros_like(loss_T)
@@ -722,7 +724,6 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         tokenizer_revision=args.model.revision if args.tokenizer_name_or_path is None else None,
         skip_tokenizer_init=not args.stop_strings,  # input and output are token ids; only stop strings need text
         trust_remote_code=args.trust_remote_code,
-        hf_overrides=args.config_overrides,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
         max_model_len=args.max_prompt_length + args.max_response_length,
@@ -755,6 +756,7 @@ def begin_turn(engine, episode: turns.Episode, version: int, stop_ids: list[int]
         logprobs=0,  # only the log-prob of the sampled token
         flat_logprobs=True,
         detokenize=bool(sampling["stop"]),
+        skip_special_tokens=False,  # a stop string may be one
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

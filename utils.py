@@ -35,7 +35,7 @@ from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, is_
 from runtime.engine import choices
 from runtime.run import directory, identity, logger, saving
 from runtime.system import process
-from runtime.system.process import refuse, resident_bytes
+from runtime.system.process import refuse, resident_bytes, warn_once
 from runtime.system.watchdog import Watch
 from runtime.training import deepspeed_zero, pretrained
 from runtime.training.attention import attention_inputs, check_mask_size
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 
 ADAM_EPS = 1e-8  # added to the root of AdamW's second moment
+NEVER = -1e4  # nats; exp() of it is 0. It replaces masked logits of -inf, whose product with their probability is NaN.
 
 
 @dataclass
@@ -201,9 +202,9 @@ def prepare_policy(model, args, run: Run, eos: int) -> TokenLogprobs:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], rate: float, args) -> torch.optim.Optimizer:
-    """Return AdamW with the settings of the flags and the learning rate ``rate``."""
+    """Return AdamW of the parameters to be trained, with the settings of the flags and the learning rate ``rate``."""
     return torch.optim.AdamW(
-        parameters,
+        [weight for weight in parameters if weight.requires_grad],
         lr=rate,
         betas=args.adam_betas,
         eps=ADAM_EPS,
@@ -230,20 +231,25 @@ def learning_rate(optimizer_step: int, total: int, args) -> float:
     return args.learning_rate * (args.lr_min_ratio + (1.0 - args.lr_min_ratio) * factor)
 
 
+LOGIT_FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # Cohere, Muse Glimmer, Falcon-H1
+LOGIT_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite (HyperCLOVA X multiplies), Inkling
+
+
 def final_logits(logits_UV: torch.Tensor, config) -> torch.Tensor:
     """Apply the model-specific scaling and softcapping of the head's logits, in fp32; most models have none.
 
-    Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``, and Gemma 2 limits the logits to
-    plus or minus ``final_logit_softcapping`` by tanh.
+    Gemma 2 limits the logits to plus or minus ``final_logit_softcapping`` by tanh. Inkling's head has rows beyond
+    ``unpadded_vocab_size`` that are no tokens.
     """
     config = config.get_text_config()
-    scale = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
+    if getattr(config, "unpadded_vocab_size", None) is not None:
+        logits_UV = logits_UV[:, : config.unpadded_vocab_size]
+    for name in (*LOGIT_FACTORS, *LOGIT_DIVISORS):
+        factor = getattr(config, name, None)
+        if factor is not None:
+            divides = name in LOGIT_DIVISORS and config.model_type != "hyperclovax"
+            logits_UV = logits_UV.float() / factor if divides else logits_UV.float() * factor
     cap = getattr(config, "final_logit_softcapping", None)
-    if scale is not None:
-        logits_UV = logits_UV.float() * scale
-    if divisor is not None:
-        logits_UV = logits_UV.float() / divisor
     if cap is not None:
         logits_UV = torch.tanh(logits_UV.float() / cap) * cap
     return logits_UV
@@ -284,6 +290,7 @@ class ChosenLogprobs(torch.autograd.Function):
             slope_B1 = logprob_slope_U[block, None] / ctx.temperature
             factor = -slope_B1
             if ctx.entropy_gradient:
+                log_p_BV.clamp_(min=NEVER)
                 entropy_slope_B1 = entropy_slope_U[block, None] / ctx.temperature
                 factor = factor - entropy_slope_B1 * (log_p_BV + entropy_U[block, None])
             block_gradient_BV = log_p_BV.exp_().mul_(factor)
@@ -314,7 +321,7 @@ def _chosen_logprobs(logits_BV: torch.Tensor, targets_B: torch.Tensor, temperatu
     chosen_B1 = x_BV.gather(-1, targets_B[:, None])
     exp_BV = x_BV.exp()
     sum_B1 = exp_BV.sum(-1, keepdim=True)
-    expected_B1 = x_BV.mul_(exp_BV).sum(-1, keepdim=True) / sum_B1
+    expected_B1 = x_BV.clamp_(min=NEVER).mul_(exp_BV).sum(-1, keepdim=True) / sum_B1
     lse_B1 = sum_B1.log()
     return torch.cat([chosen_B1 - lse_B1, lse_B1 - expected_B1, lse_B1 + largest_B1], 1).T
 
@@ -464,7 +471,8 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
     generator = random.Random(0)
 
     def draw(count: int) -> list[int]:
-        return [generator.randrange(config.vocab_size) for _ in range(count)]
+        tokens = getattr(config, "unpadded_vocab_size", None) or config.vocab_size
+        return [generator.randrange(tokens) for _ in range(count)]
 
     prompt = draw(max(7, min(widest + 7, longest - 10)))
     samples = []
@@ -688,6 +696,8 @@ class UpdateStats:
         elif not self.stopped:
             self.skipped += 1
             skips.policy += 1
+            if broken := [name for name, total in self.sums.items() if not math.isfinite(total)]:
+                warn_once(f"warning: an optimizer step was skipped; not finite: {', '.join(broken)}")
 
     def mean_kl(self) -> float | None:
         """Return k1 over the update, in nats per token, or None without an optimizer step."""

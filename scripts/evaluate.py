@@ -107,6 +107,11 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]
         defaults = arguments_of_run(given.run, script, config["args"])
     args = flags.parse(type(defaults), __doc__, words, defaults)
     warn_of_training(words)
+    args.adapter = None
+    if given.run is not None and (Path(args.model_name_or_path) / "adapter_config.json").is_file():
+        args.adapter = Path(args.model_name_or_path)  # of a run of variants/lora.patch, for its own engine
+        args.tokenizer_name_or_path = args.tokenizer_name_or_path or args.model_name_or_path
+        args.model_name_or_path = config["args"]["model_name_or_path"]
     args.recorded_choices = config.get("resolved", {})  # the run's dtype, also on a machine that would choose another
     if given.run is not None:
         check_code(given.run, config, defaults, given.accept_changed_code)
@@ -157,7 +162,7 @@ def arguments_of_run(folder: Path, script: Path, stored: dict) -> RunFlags:
             f"with the code of its commit, or evaluate its weights with --model_name_or_path {folder / 'model'}"
         )
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()}
-    engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "auto"}
+    engine = flags.engine_args(values.get("vllm_args")) | {"load_format": "hf"}
     values |= {"model_name_or_path": str(folder / "model"), "tokenizer_name_or_path": None, "vllm_sleep": "off"}
     values["reward_control"] = "none"
     return kind(**values | {"vllm_engines": 0, "vllm_args": json.dumps(engine)})
@@ -209,6 +214,7 @@ if __name__ == "__main__":  # --help and every error about arguments come before
     process.prepare_environment()
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig
 
 import utils
@@ -300,9 +306,12 @@ def answer(script: ModuleType, args: RunFlags, problems: list[Problem], tokenize
     except OSError:  # a model without such a file
         generation = GenerationConfig.from_model_config(config)
     stop_ids = pretrained.stop_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
-    args = dataclasses.replace(args, vllm_sleep="off")  # it would sleep until a first push
+    args.vllm_sleep = "off"  # it would sleep until a first push
     thread = script.vllm_thread if args.rollout == "vllm" else utils.hf_thread
     engine = Engine(thread, args, dtype, tokenizer, stop_ids, watch)
+    if args.adapter is not None:
+        trained = load_file(args.adapter / "adapter_model.safetensors")
+        engine.push([(name.removeprefix("base_model.model."), weight) for name, weight in trained.items()])
     requests, sampling = prompt_order.eval_requests(len(problems), args)
     batch = engine.ask(problems, requests, sampling)
     samples = script.collect(engine, verifiers, batch, utils.Stopwatch())

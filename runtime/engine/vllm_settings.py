@@ -11,7 +11,7 @@ import torch
 
 from runtime.engine import cpu_kernels
 from runtime.system import process
-from runtime.training import memory
+from runtime.training import memory, pretrained
 from runtime.training.model_files import STATES, Model, read_configs, read_model
 
 CPU_BLOCK = 32  # tokens of a block of the KV cache on a CPU; the default of 128 would share no prompt below that
@@ -95,12 +95,11 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
     return {"max_cudagraph_capture_size": 16 * steps}
 
 
-def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
+def attention_backend(config: dict[str, Any], args, dtype: torch.dtype) -> dict[str, str]:
     """Return the backend for datacenter Blackwell (10.x), where vLLM's choice depends on whether it finds nvcc.
 
     Empty elsewhere, where the user gives one, and for models (latent attention, attention sinks) that need another.
     """
-    config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
     text = config.get("text_config", config)
     major, _ = torch.cuda.get_device_capability()
     own = {"attention_backend", "attention_config"}
@@ -109,6 +108,20 @@ def attention_backend(args, dtype: torch.dtype) -> dict[str, str]:
     if text.get("kv_lora_rank") is not None or text.get("model_type") == "gpt_oss":
         return {}
     return {"attention_backend": "FLASH_ATTN"} if own.isdisjoint(args.engine_args) else {}
+
+
+def as_transformers_reads() -> dict[str, str]:
+    """Have vLLM read the files that transformers reads, not Mistral's own or all of them. Returns its arguments."""
+    from vllm.model_executor.model_loader import default_loader, weight_utils
+
+    plain = weight_utils.filter_duplicate_safetensors_files
+
+    def chosen(files, folder, index):
+        single = os.path.join(folder, "model.safetensors")
+        return [single] if single in files else plain(files, folder, index)
+
+    default_loader.filter_duplicate_safetensors_files = chosen
+    return dict.fromkeys(("load_format", "config_format", "tokenizer_mode"), "hf")
 
 
 def register_classes(architectures: list[str]) -> None:
@@ -131,12 +144,13 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         take_gpu(args)  # a thread starts on device 0, and on the trainer's stream
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
+    config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
     if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
     if cuda:
         usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
-        usual |= attention_backend(args, dtype)
+        usual |= attention_backend(config, args, dtype)
     else:
         cpu_kernels.save_time_and_memory()
         cache = cpu_cache(args, read_model(args.model), dtype.itemsize, world_size)
@@ -144,10 +158,14 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual["kernel_config"] = cpu_kernels.kernel_config()
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = CPU_BLOCK
-        config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
         register_classes(config.get("architectures") or [])
         if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
             usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
+    if args.config_overrides:
+        changed = pretrained.load_config(args).to_dict()
+        usual["hf_overrides"] = pretrained.engine_overrides(changed, args.config_overrides)
+    usual["language_model_only"] = "text_config" in config  # of a vision-language model
+    usual |= as_transformers_reads()
     sizes = memory.default_sizes(args, cuda)
     longest = 0
     if not cuda:

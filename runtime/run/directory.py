@@ -217,7 +217,8 @@ def unfinished(folder: Path, args) -> str:
         return f"is at step {max(reached, 0)} of {steps}"
     if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
         return "has not evaluated its last step"
-    if not (folder / "model" / "config.json").is_file() or not any((folder / "model").glob("*.safetensors")):
+    has_config = any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if not has_config or not any((folder / "model").glob("*.safetensors")):
         return "has not saved its model"
     return ""
 

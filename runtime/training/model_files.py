@@ -7,19 +7,24 @@ import hashlib
 import json
 import math
 import os
+import pickle
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from runtime.arguments.flags import RunFlags
 from runtime.arguments.values import CHAT_TEMPLATES, ModelName
-from runtime.system.process import print_on_rank_0, refuse
+from runtime.system.process import first_line, refuse, warn_once
 
 POLICY = "--model_name_or_path"
 LFS_POINTER = b"version https://git-lfs"  # how it begins
+# What transformers loads, in the order in which it looks for them.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+ROPE = {"rope_theta", "rope_scaling"}  # what older config.json files have in place of rope_parameters
 ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base model first (peft: merge_and_unload)"
 # Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
 STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
@@ -55,7 +60,7 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
     name = args.model_name_or_path
     is_policy = flag == POLICY
     config, tokenizer_config, files = read_configs(args.model, flag, args.dry_run)
-    config |= args.config_overrides
+    config = changed_config(config, args.config_overrides)
     if is_policy and args.tokenizer_name_or_path is not None:
         tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
     context = context_length(config)
@@ -73,6 +78,28 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
         known = ", ".join(CHAT_TEMPLATES)
         owner = args.tokenizer_name_or_path or name
         refuse(f"--chat_template: the tokenizer of {owner} has no chat template; pass a file or one of {known}")
+
+
+def changed_config(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json with fields changed, also in its parts. Exits with code 2 where rope differs by layer.
+
+    Next to rope_parameters transformers ignores rope_theta and rope_scaling, so these become part of it.
+    """
+    found = dict(config)
+    for name, value in changes.items():
+        is_part = name.endswith("_config") and isinstance(value, dict) and isinstance(config.get(name), dict)
+        found[name] = changed_config(config[name], value) if is_part else value
+    rope = config.get("rope_parameters")
+    if "rope_parameters" in changes:
+        found.pop("rope_scaling", None)
+    elif rope and ROPE & changes.keys():
+        if any(isinstance(value, dict) for value in rope.values()):
+            refuse(f"--override_config: rope differs by layer here; change {json.dumps({'rope_parameters': rope})}")
+        kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        rope = kept | (changes.get("rope_scaling", rope) or {"rope_type": "default"})
+        rope["rope_theta"] = changes.get("rope_theta", rope.get("rope_theta"))
+        found = {name: value for name, value in found.items() if name not in ROPE} | {"rope_parameters": rope}
+    return found
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -100,6 +127,8 @@ def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, 
         if not any(f.endswith((".safetensors", ".bin")) for f in files) and not dry_run:
             refuse(f"{flag} {name}: no weights (*.safetensors or *.bin) there; {hint}")
         check_files(folder, files, flag)
+        if not dry_run:
+            check_weights(folder, files, flag)
         config = json.loads((folder / "config.json").read_text())
         check_unquantized(config, f"{flag} {name}")
         tokenizer_config = folder / "tokenizer_config.json"
@@ -164,7 +193,10 @@ def load_complete(auto: Any, name: str, flag: str = POLICY, has_head: bool = Tru
     Args:
         has_head: False if only the transformer is used. Its head may be missing then, and the files may have another.
     """
-    model, report = auto.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    try:
+        model, report = auto.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **how)
+    except (OSError, EOFError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
+        refuse(f"{flag} {name}: transformers cannot load it ({type(error).__name__}: {first_line(error)[:300]})")
     wrong = dict.fromkeys(sorted(report["missing_keys"]), "")
     for key, found, wanted in sorted(report["mismatched_keys"]):
         wrong[key] = f" has the shape {list(found)} there and {list(wanted)} by the config"
@@ -189,9 +221,6 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-warn_once = functools.cache(print_on_rank_0)  # one model may be loaded for the policy, the reference and the engine
-
-
 def check_files(folder: Path, files: set[str], flag: str) -> None:
     """Reject what stands in for a file after `git clone` without Git LFS, and weights that are not all there."""
     for name in sorted(files):
@@ -201,9 +230,33 @@ def check_files(folder: Path, files: set[str], flag: str) -> None:
             start = file.read(len(LFS_POINTER))
         if start == LFS_POINTER:
             refuse(f"{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
-        header = int.from_bytes(start[:8], "little")  # a safetensors file begins with the length of its header
-        if name.endswith(".safetensors") and not 1 < header <= (folder / name).stat().st_size - 8:
-            refuse(f"{flag} {folder}: {name} is empty or only a part of a safetensors file; copy it again")
+        archive = name.startswith("pytorch_model") and name.endswith(".bin") and start[:1] != b"\x80"  # no old pickle
+        if (archive or name.endswith(".safetensors")) and not is_whole(folder / name):
+            refuse(f"{flag} {folder}: {name} is empty or only a part of a file of weights; copy it again")
+
+
+def is_whole(path: Path) -> bool:
+    """Return False for a file of weights of which a part is missing."""
+    if path.suffix == ".bin":
+        return zipfile.is_zipfile(path)
+    try:
+        with safe_open(path, "np"):
+            return True
+    except (OSError, ValueError, SafetensorError):
+        return False
+
+
+def check_weights(folder: Path, files: set[str], flag: str) -> None:
+    """Reject a folder without the weights that transformers would load, all of those that an index names."""
+    first = next((name for name in WEIGHTS if name in files), None)
+    if first is None:
+        found = some(sorted(name for name in files if name.endswith((".safetensors", ".bin"))))
+        refuse(f"{flag} {folder}: has {found}, but not model.safetensors or an index of weights; rename or convert it")
+    if first.endswith(".index.json"):
+        named = set(json.loads((folder / first).read_text())["weight_map"].values())
+        missing = sorted(name for name in named if not (folder / name).is_file())
+        if missing:
+            refuse(f"{flag} {folder}: {first} names {some(missing)}, not there; copy the folder again")
 
 
 def files_digest(model: ModelName) -> str:

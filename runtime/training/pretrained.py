@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from runtime.arguments.values import is_dropout
-from runtime.system.process import print_on_rank_0, refuse
+from runtime.system.process import first_line, print_on_rank_0, refuse, warn_once
 from runtime.training.attention import grouped_attention, varlen_attention
-from runtime.training.model_files import POLICY, load_complete
+from runtime.training.model_files import POLICY, ROPE, changed_config, load_complete, read_configs
 
 OLDEST_GPU = (7, 5)  # compute capability of Turing: T4
 MODERN_GPU = (8, 0)  # of Ampere, with which bfloat16 and flash attention begin
@@ -87,22 +87,22 @@ def load_model(args, dtype: torch.dtype, attention: str, flag: str = POLICY):
 
     ``flag`` named it; of a critic the head is not used. Exits with code 2 where weights are missing in its files.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     register_attention()
     unset_hf_deepspeed_config()  # under ZeRO-3 it would load every model in pieces, also those DeepSpeed never sees
     name, revision = args.model
     shared = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(name, **shared)
-    for key, value in args.config_overrides.items():
-        if not hasattr(config, key) and key != "head_dtype":
-            refuse(f"--override_config: the config of {name} has no field {key!r}")
-        setattr(config, key, value)
+    config = load_config(args)
+    auto = transformers.AutoModelForCausalLM
+    if type(config) not in auto._model_mapping and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto = transformers.AutoModelForImageTextToText
     implementation = attention_for(config, attention, args.attn_implementation)
     how = {"config": config, "dtype": dtype, "attn_implementation": implementation, **shared}
-    model = load_complete(AutoModelForCausalLM, name, flag, flag == POLICY, **how)
+    model = load_complete(auto, name, flag, flag == POLICY, **how)
     prepare_for_training(model)
+    freeze_unused(model, config, f"{flag} {name}")
     if getattr(config, "head_dtype", None) == "float32":  # vLLM reads the same field
         head = model.get_output_embeddings()
         head.forward = partial(exact_product, head)
@@ -111,6 +111,50 @@ def load_model(args, dtype: torch.dtype, attention: str, flag: str = POLICY):
         # the uncompiled one, which holds the scores of all pairs.
         torch._dynamo.config.recompile_limit = 64
     return model.train()
+
+
+def load_config(args):
+    """Load the config of the model that ``args`` name, made of its config.json with the fields of --override_config."""
+    from transformers import AutoConfig
+
+    name, revision = args.model
+    config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    if not args.config_overrides:
+        return config
+    for key in args.config_overrides:
+        if not hasattr(config, "rope_parameters" if key in ROPE else key) and key != "head_dtype":
+            refuse(f"--override_config: the config of {name} has no field {key!r}; it may be one of its text_config")
+    fields = changed_config(read_configs(args.model, POLICY, dry_run=True)[0], args.config_overrides)
+    try:
+        return type(config).from_dict(fields | {"name_or_path": name})
+    except (KeyError, TypeError, ValueError) as error:
+        refuse(f"--override_config: {name} has no such config ({type(error).__name__}: {first_line(error)[:300]})")
+
+
+def engine_overrides(config: dict, changes: dict) -> dict:
+    """Return --override_config for vLLM, which replaces attributes: those of the trainer's config, with its names."""
+    found = {}
+    for key, value in changes.items():
+        name = "rope_parameters" if key in ROPE else key
+        found[name] = engine_overrides(config[key], value) if key.endswith("_config") else config.get(name, value)
+    return found
+
+
+def freeze_unused(model, config, name: str) -> None:
+    """Exclude what text does not use of a vision-language model from training, where weight decay would change it.
+
+    ``config``: of the checkpoint. Prints what becomes of these parts in the saved model.
+    """
+    if config.get_text_config() is config:
+        return
+    parts = " and ".join(sorted(part for part in config.sub_configs if part != "text_config"))
+    fate = f"and not saved, in a {type(model).__name__}"
+    if model.config.get_text_config() is not model.config:
+        fate = "and saved as it is"
+        used = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
+        for weight in {*model.parameters()}.difference(used):
+            weight.requires_grad_(False)
+    warn_once(f"{name}: a vision-language model, used for text; its tower ({parts}) is not trained {fate}")
 
 
 def exact_product(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
@@ -140,15 +184,15 @@ def attention_for(config, attention: str, wanted: str) -> str | None:
     sdpa, varlen and grouped silently leave out the soft cap of Gemma 2's attention scores, and gpt-oss has no sdpa, so
     transformers takes eager there. ``wanted`` is ``--attn_implementation``; asking for what is wrong exits with code 2.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     if capped and attention in ("sdpa", "varlen", "grouped"):
         if wanted == attention:
             refuse(f"--attn_implementation {attention} leaves out this model's attention logit softcapping; use eager")
         return "eager"
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+    architecture = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
     plain = getattr(architecture, "_supports_sdpa", False)  # scores as every model has them, and a mask
     if attention == "grouped" and not plain:
         if wanted == attention:

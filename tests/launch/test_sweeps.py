@@ -195,6 +195,16 @@ def test_an_unfinished_run_goes_on(finished, tmp_path, spoil, says):
     assert code == LEAVE and said.startswith("running: ") and says in said
 
 
+@pytest.mark.integration
+def test_a_run_of_adapters_is_finished(finished, tmp_path):
+    """variants/lora.patch saves them in peft's format, with a config of another name."""
+    folder, common = finished
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    (copy / "model" / "config.json").rename(copy / "model" / "adapter_config.json")
+    assert finished_here(folder, tmp_path, common)[1].startswith("finished: ")
+
+
 def finished_here(folder: Path, place: Path, common: list[str]) -> tuple[int, str, str]:
     """Run scripts/is_finished.py in this process on the copy of a run in a different folder."""
     common = [str(place) if word == str(folder.parent) else word for word in common]

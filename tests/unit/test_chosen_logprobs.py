@@ -73,6 +73,21 @@ def test_large_logits_neither_overflow_nor_vanish(largest):
         assert logprobs.item() == pytest.approx(-math.log(2), rel=1e-6)
 
 
+@pytest.mark.parametrize("masked, temperature", [(-math.inf, 1.0), (torch.finfo(torch.float32).min, 0.7)])
+def test_masked_logits_are_no_part_of_the_distribution(masked, temperature):
+    """A head masks unused rows by -inf, or by the smallest number, which a temperature below 1 makes -inf."""
+    logits, targets, slopes = draw(torch.float32)
+    kept = torch.arange(VOCABULARY) % 3 != 1
+    targets = 3 * (targets // 3)
+    expected = exact(logits[:, kept], kept.cumsum(0)[targets] - 1, temperature, slopes)
+    x = torch.where(kept, logits, masked).requires_grad_()
+    logprobs, entropy = utils.ChosenLogprobs.apply(x, targets, temperature, True)
+    (logprobs * slopes[0] + entropy * slopes[1]).sum().backward()
+    found = logprobs.detach().double(), entropy.detach().double(), x.grad[:, kept].double()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=3e-6)
+    assert x.grad[:, ~kept].count_nonzero() == 0
+
+
 def test_no_rows():
     """A rank under ZeRO 3 without predictions calls the head all the same."""
     x = torch.empty(0, VOCABULARY, requires_grad=True)

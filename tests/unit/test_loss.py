@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import random
 import time
 from types import SimpleNamespace
@@ -183,6 +184,16 @@ def test_each_optimizer_step_is_counted_once(monkeypatch):
     stats = steps.stats
     assert seen == [1, 2, 0, 1] and (stats.steps, stats.skipped) == (1, 3)
     assert stats.totals["tokens"] == 4 * 6 and stats.metrics(1e-3)["optim/grad_norm"] == 1.0
+
+
+def test_an_entropy_that_is_not_finite_enters_no_loss_without_a_coefficient(monkeypatch, capsys):
+    """If such a step is skipped for another reason, a warning names what was not finite."""
+    utils.warn_once.cache_clear()
+    steps = Steps(monkeypatch)
+    steps.tokens.entropy_T[0] = math.nan
+    steps.step(applied=False)
+    assert math.isfinite(steps.stats.totals["loss"])
+    assert capsys.readouterr().out.strip() == "warning: an optimizer step was skipped; not finite: entropy"
 
 
 def test_tokens_without_weight_are_in_no_metric(monkeypatch):

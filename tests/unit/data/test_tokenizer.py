@@ -62,12 +62,16 @@ def test_the_engine_and_the_evaluation_get_it(tiny, tmp_path, monkeypatch):
     assert given["load_format"] == "dummy" and given["skip_tokenizer_init"]
     given.clear()
     grpo.build_vllm(dataclasses.replace(args, tokenizer_name_or_path=None, vllm_args=None), torch.float32, 0, 1)
-    assert (given["tokenizer"], given["tokenizer_revision"]) == (None, "main") and "load_format" not in given
+    assert (given["tokenizer"], given["tokenizer_revision"]) == (None, "main") and given["load_format"] == "hf"
     grpo.build_vllm(tiny_args(tiny, tmp_path, stop_strings=(".",)), torch.float32, 0, 1)
     assert not given["skip_tokenizer_init"]
     (tmp_path / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args), "script": "grpo.py"}))
     evaluation, *_ = evaluate.parse(["--run", str(tmp_path), "--accept_changed_code"])
-    assert evaluation.tokenizer_name_or_path is None and json.loads(evaluation.vllm_args) == {"load_format": "auto"}
+    assert evaluation.tokenizer_name_or_path is None and json.loads(evaluation.vllm_args) == {"load_format": "hf"}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").touch()  # of a run of variants/lora.patch
+    evaluation, *_ = evaluate.parse(["--run", str(tmp_path), "--accept_changed_code"])
+    assert (evaluation.adapter, evaluation.model_name_or_path) == (tmp_path / "model", "me/model@main")
 
 
 def test_random_weights_are_not_evaluated(refused):

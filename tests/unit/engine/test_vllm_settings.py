@@ -55,6 +55,25 @@ def test_a_cache_has_room_for_a_sequence_of_full_length(changes, layers, blocks)
     assert vllm_settings.cpu_cache(args, model, 2, 1) == 1.25 * (32 * blocks + empty) * of_a_token
 
 
+READ = {"model consolidated": "model", "model model-1 index": "model", "model-1 consolidated index": "model-1"}
+
+
+@pytest.mark.parametrize("files", READ)
+def test_vllm_reads_the_files_that_transformers_reads(tmp_path, files):
+    """Not Mistral's own format, and no index that other weights left behind."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader import default_loader
+
+    for name in files.split():
+        (tmp_path / f"{name}.safetensors").touch()
+    if "index" in files:
+        index = '{"weight_map": {"weight": "model-1.safetensors"}}'
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    how = LoadConfig(load_format=vllm_settings.as_transformers_reads()["load_format"])
+    found = default_loader.DefaultModelLoader(how)._prepare_weights(str(tmp_path), None, None, True, None)
+    assert found[1] == [str(tmp_path / f"{READ[files]}.safetensors")]
+
+
 def test_the_cache_of_models_with_recurrent_states_keeps_its_size():
     """Their blocks are as large as a state, and nothing here knows that size."""
     mamba = model_files.model_of({**dict.fromkeys(model_files.FIELDS, 8), "mamba_d_conv": 4}, parameters=10**6)

@@ -95,6 +95,7 @@ ZOO = {
     "OLMoE": ("olmoe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
     "SmolLM3": ("smollm3", SIZES | {"no_rope_layer_interval": 2}),
     "Granite, scaled logits": ("granite", SIZES | {"logits_scaling": 4.0, "attention_multiplier": 0.1}),
+    "HyperCLOVA X, multiplied logits": ("hyperclovax", SIZES | {"logits_scaling": 0.25}),
     "gpt-oss, sliding window, sinks": (
         "gpt_oss",
         SIZES

@@ -8,14 +8,18 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import model_zoo
 import pytest
 import torch
 from helpers import rejected, tiny_args
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import grpo
+import utils
 from runtime.arguments.values import ModelName
-from runtime.run import loading
+from runtime.run import loading, saving
+from runtime.system import process
 from runtime.training import deepspeed_zero, model_files, pretrained
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -41,6 +45,7 @@ def renamed(weights: dict, old: str, new: str) -> dict:
 
 # what is wrong with a checkpoint -> (its weights, its config, --override_config, words of the message)
 BROKEN = {
+    "unknown type": (None, {"model_type": "t5"}, None, ["transformers cannot load it (ValueError: Unrecognized"]),
     "no head": (None, {"tie_word_embeddings": False}, None, ["lm_head.weight"]),
     "no matrix": (lambda w: {k: v for k, v in w.items() if k != DOWN}, {}, None, ["1 of the model's", DOWN]),
     "more layers": (None, {"num_hidden_layers": 3}, None, ["model.layers.2.", "..."]),
@@ -63,6 +68,107 @@ def test_a_checkpoint_without_all_weights_is_rejected(tiny, tmp_path, capsys, na
         return
     said = rejected(capsys, load, folder, tmp_path, flag, override_config=override)
     assert all(word in said for word in [f"error: {flag} {folder}", *words]), said
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def lose_a_shard(folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="200KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    next(folder.glob("model-00002-of-*.safetensors")).unlink()
+
+
+def cut_an_archive(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    cut(folder / "pytorch_model.bin")
+
+
+DAMAGED = {
+    "model.safetensors is empty or only a part": lambda folder: cut(folder / "model.safetensors"),
+    "model.safetensors.index.json names model-00002-of-": lose_a_shard,
+    "pytorch_model.bin is empty or only a part": cut_an_archive,
+    "has model.fp16.safetensors, but not": lambda folder: shutil.move(
+        folder / "model.safetensors", folder / "model.fp16.safetensors"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGED)
+def test_weights_that_are_not_all_there_are_named_before_the_data_are_read(tiny, tmp_path, capsys, words):
+    folder = copy_of(tiny, tmp_path / "model")
+    DAMAGED[words](folder)
+    assert words in rejected(capsys, model_files.check_model, tiny_args(folder, tmp_path))
+
+
+def test_the_head_of_inkling_is_scaled_and_cut(tmp_path):
+    """It divides, and the last rows of its head are no tokens."""
+    fields = {"head_dim": 32, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 32}
+    experts = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    model_zoo.write_model(tmp_path, "inkling_text", fields | experts | {"unpadded_vocab_size": 300})
+    policy = utils.TokenLogprobs(load(tmp_path, tmp_path), 0.8, 1000)
+    assert utils.layout_error(policy, "padded", 2, 76)[0] < 1e-5
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"rope_theta": 1e6}, {"rope_scaling": YARN}, {"rope_scaling": YARN, "rope_theta": 9}]
+)
+@pytest.mark.parametrize("own", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}])
+def test_an_override_of_rope_is_an_edited_config(tiny, tmp_path, own, changes):
+    """In files of transformers 4 and 5; vLLM, which replaces attributes, gets all that the trainer computes with."""
+    plain = json.loads((tiny / "config.json").read_text())
+    plain.pop("rope_parameters")
+    folder = copy_of(tiny, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(plain | own))
+    edited = copy_of(folder, tmp_path / "edited")
+    (edited / "config.json").write_text(json.dumps(plain | {"rope_theta": 5e5} | changes))
+    args = tiny_args(folder, tmp_path, override_config=json.dumps(changes))
+    config = pretrained.load_config(args)
+    assert config.rope_parameters == pretrained.load_config(tiny_args(edited, tmp_path)).rope_parameters
+    given = pretrained.engine_overrides(config.to_dict(), changes)
+    assert given == {"rope_parameters": config.rope_parameters}
+    assert config.hidden_size == plain["hidden_size"] and config._name_or_path == str(folder)
+
+
+def test_an_override_of_a_part(tmp_path, capsys, with_vision):
+    """The other fields of the part stay; a field of the part that is given for the whole is rejected."""
+    change = {"text_config": {"rms_norm_eps": 0.5, "rope_theta": 7.0}}
+    config = pretrained.load_config(tiny_args(with_vision, tmp_path, override_config=json.dumps(change)))
+    text = config.text_config
+    assert (text.rms_norm_eps, text.rope_parameters["rope_theta"], text.hidden_size) == (0.5, 7.0, 64)
+    given = pretrained.engine_overrides(config.to_dict(), change)["text_config"]
+    assert given == {"rms_norm_eps": 0.5, "rope_parameters": text.rope_parameters}
+    args = tiny_args(with_vision, tmp_path, override_config='{"rope_theta": 7.0}')
+    assert "text_config" in rejected(capsys, pretrained.load_config, args)
+
+
+@pytest.fixture(scope="module")
+def with_vision(tmp_path_factory) -> Path:
+    """A model of a type that transformers has no text class for."""
+    folder = tmp_path_factory.mktemp("vision")
+    model_zoo.write_model(folder, *model_zoo.ZOO["mistral3 with vision"])
+    (folder / "processor_config.json").write_text('{"patch_size": 14}')
+    return folder
+
+
+def test_the_tower_of_a_vision_language_model_is_not_trained_and_saved_as_it_was(with_vision, tmp_path, capsys):
+    """One line says so. Weight decay leaves it alone, and what other programs read of images is saved."""
+    process.warn_once.cache_clear()
+    model = load(with_vision, tmp_path)
+    assert "its tower (vision_config) is not trained and saved as it is" in capsys.readouterr().out
+    policy = utils.TokenLogprobs(model, 1.0, 1000)
+    assert max(utils.layout_error(policy, layout, 2, 76)[0] for layout in utils.LAYOUTS) < 1e-5
+    optimizer = utils.make_optimizer(model.parameters(), 1e-2, tiny_args(with_vision, tmp_path, weight_decay=0.1))
+    trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    towers = [id(weight) not in trained for name, weight in model.named_parameters() if "vision" in name]
+    assert towers and all(towers) and len(trained) + len(towers) < len(list(model.parameters()))
+    saving.copy_processor(model, tmp_path)
+    assert (tmp_path / "processor_config.json").read_text() == '{"patch_size": 14}'
 
 
 def test_tensors_that_the_model_lacks_are_one_warning(tiny, tmp_path, capsys):
