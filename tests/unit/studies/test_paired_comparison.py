@@ -117,6 +117,7 @@ def test_a_comparison_begins_where_no_run_is_finished(monkeypatch, tmp_path):
         return 75
 
     words = ["paired_comparison.py", "grpo.py --beta 0.1", "--", "--output_dir", str(tmp_path)]
+    words += ["--model_name_or_path", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(paired_comparison, "run", run)
     assert paired_comparison.main() == 75 and decided == [False]
