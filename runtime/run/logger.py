@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from runtime.arguments.flags import OPEN, is_open
+from runtime.data.prompt_order import nothing_scored
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, left_by_a_run
@@ -124,7 +125,7 @@ def memory_lines(args, model: Model, setting: memory.Setting, sizes: Sizes) -> l
 
 
 def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
-    """Explain a run without a score above 0 for ``steps`` steps: two responses, what was extracted and expected."""
+    """Explain a run that scored nothing for ``steps`` steps: two responses, what was extracted and expected."""
     lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
     for s in samples[:: max(1, len(samples) - 1)][:2]:
         problem = problems[s.prompt_id]
@@ -356,7 +357,7 @@ class RunLog:
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
-        self.zero_steps = 0 if any(s.score > 0 for s in samples) else self.zero_steps + 1
+        self.zero_steps = self.zero_steps + 1 if nothing_scored(samples) else 0
         if self.zero_steps > 0 and self.zero_steps % ZERO_STEPS == 0:
             print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
         self.step_seconds.append(metrics["time/step"])
