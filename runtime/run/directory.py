@@ -334,6 +334,12 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
+    data = state.get("inputs", {}).get("--dataset")
+    if data and args.data_digest and data != args.data_digest:  # also with --resume CHECKPOINT
+        refuse(
+            f"{start}: --dataset or --eval_dataset has other rows than before, and with them another order of the "
+            f"problems and other held-out ones: restore it, or start another run (--run_name, --exp_name)"
+        )
     changed = difference(state, args)
     if changed and args.resume == "auto":
         refuse(
