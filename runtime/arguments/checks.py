@@ -21,8 +21,6 @@ MUST_BE_POSITIVE = (
 MAY_BE_NEGATIVE = ("reward_scaling", "reward_bias", "entropy_coef")
 AT_MOST_ONE = ("lr_min_ratio", "gamma", "gae_lambda", "value_norm_beta")
 NEEDS_VLLM = {"stop_strings": (), "vllm_engines": 0, "inflight_updates": "off"}  # flags, and their values without it
-# What accelerate's configuration calls a --dtype.
-PRECISIONS = {"auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 
@@ -291,13 +289,13 @@ def check_asynchrony(args: RunFlags) -> None:
 
 def check_launcher(args: Any) -> None:
     """Reject a configuration of accelerate that asks for what a flag decides, since it would have no effect."""
-    places = {place: "cpu" if place in args.offload else "none" for place in ("optimizer", "param")}
+    precision = {"auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "no"}[args.dtype]
     ours = {
         "deepspeed_zero_stage": ("zero_stage", str(args.zero_stage)),
         "gradient_clipping": ("max_grad_norm", str(getattr(args, "max_grad_norm", ""))),
-        "mixed_precision": ("dtype", PRECISIONS[args.dtype]),
-        "deepspeed_offload_optimizer_device": ("offload", places["optimizer"]),
-        "deepspeed_offload_param_device": ("offload", places["param"]),
+        "mixed_precision": ("dtype", precision),
+        "deepspeed_offload_optimizer_device": ("offload", "cpu" if "optimizer" in args.offload else "none"),
+        "deepspeed_offload_param_device": ("offload", "cpu" if "param" in args.offload else "none"),
         "deepspeed_config_file": ("zero_stage", ""),
     }
     for name, (flag, value) in ours.items():

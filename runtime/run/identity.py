@@ -95,14 +95,11 @@ def changed_inputs(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     words = []
     for flag, before in theirs.items():
         now = ours.get(flag)
-        if not before or not now:
-            continue
-        if isinstance(before, str):
-            words += [f"{flag} has changed"] if before != now else []
-            continue
-        for name in sorted({*before, *now}):
-            if name not in before or name not in now or before[name][0] != now[name][0]:
-                words.append(f"{name} of {flag} has changed")
+        if isinstance(before, str) and before and now and before != now:
+            words.append(f"{flag} has changed")
+        elif isinstance(before, dict) and before and now:
+            changed = [name for name in {*before, *now} if before.get(name, [0])[0] != now.get(name, [0])[0]]
+            words += [f"{name} of {flag} has changed" for name in sorted(changed)]
     return words
 
 

@@ -85,7 +85,7 @@ def explain_restart(error: Exception, left: int) -> None:
 def refuse_engine(error: Exception, engine_args: Iterable[str] = ()) -> None:
     """Exit with code 2, for the reason why an engine failed. Returns if that was memory, of which there may be more.
 
-    ``engine_args``: the names in --vllm_args. Where the reason is one of them, there is a simpler remedy.
+    ``engine_args``: the names in --vllm_args, which may be the reason.
     """
     cause = error.__cause__ or error
     text = "".join(traceback.format_exception(cause))
