@@ -18,7 +18,7 @@ import script_edits
 import torch
 from check_subject import FAIL
 from helpers import write_variant
-from script_edits import ALSO, HARMLESS, MISTAKES, SMALL
+from script_edits import ALSO, HARMLESS, MISTAKES, SMALL, SUBTLE
 
 # Edits that need no run to be found -> the finding that must fail.
 FOUND = {
@@ -136,7 +136,7 @@ def test_a_variant_is_named(name, tmp_path):
 
 
 def test_every_edit_applies():
-    for edit in (*MISTAKES, *ALSO, *HARMLESS, *SMALL):
+    for edit in (*MISTAKES, *ALSO, *SUBTLE, *HARMLESS, *SMALL):
         compile(edit.text(), edit.name, "exec")
     assert len(MISTAKES) == 10 and len(HARMLESS) >= 12
     with pytest.raises(ValueError, match="no longer has"):
