@@ -99,13 +99,11 @@ def refuse_engine(error: Exception, engine_args: Iterable[str] = ()) -> None:
         place = f" ({frame.filename.split('site-packages/')[-1]}:{frame.lineno})"
     # From an engine in another process comes the text of its traceback.
     reason = re.split(r"\n(?=[\w.]+(?:Error|Exception)\b)", f"{type(cause).__name__}: {cause}")[-1]
-    words = "use --rollout hf, which samples with transformers"
     given = [name for name in engine_args if re.search(name.replace("_", "[_ ]"), reason)]
-    if given:
-        words = f"leave {', '.join(given)} out of --vllm_args"
+    remedy = f"leave {', '.join(given)} out of --vllm_args" if given else "use --rollout hf"
     refuse(
         f"vLLM failed before its first sample, so it cannot serve this model with these settings: "
-        f"{' '.join(reason.split())[:600]}{place}; {words}"
+        f"{' '.join(reason.split())[:600]}{place}; {remedy}"
     )
 
 
