@@ -101,10 +101,12 @@ def check(
     rich = rich_flags(subject)
     wanted = invariances(subject, rich) if complete else {}
     probes = [Probe("plain"), Probe("rich", rich, noise=True), Probe("observed", observed=True)]
+    probes.append(Probe("equal", rich | {"reward_scaling": 0.0}, noise=True))
     probes += [probe for probe, _ in wanted.values()]
     recorded = dict(zip([probe.name for probe in probes], laboratory.run(probes, lanes), strict=True))
     findings = []
     titles = {"plain": "one optimizer step", "rich": "several, with a KL", "observed": "environment's tokens"}
+    titles["equal"] = "equal rewards, with a KL"
     for name, title in titles.items():
         found = recorded[name]
         if found.failure or not any(found.updates):

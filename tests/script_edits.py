@@ -190,7 +190,9 @@ ALSO = [
 ]
 # Mistakes that only several optimizer steps, a KL or a schedule show, or that keep a part from running.
 SUBTLE = [
-    mistake("new log-probs as old in the second epoch", {2}, (OLD, OLD.replace("updates > 1", "epoch == 0"))),
+    mistake(
+        "new log-probs as old in the second epoch", {2}, (OLD, OLD.replace("updates > 1", "updates > 1 and epoch == 0"))
+    ),
     mistake("beta applied twice", {1}, ("loss_T = loss_T + beta * kl_T", "loss_T = loss_T + beta * beta * kl_T")),
     mistake(
         "equal groups without their KL",

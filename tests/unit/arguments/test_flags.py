@@ -117,12 +117,12 @@ def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
 def test_what_a_launcher_configures_without_effect_is_refused(monkeypatch, refused, name, value, flag, changes):
     """As in scripts/zero2.yaml, or a file of `accelerate config`; what the flags say as well is accepted."""
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
-    said = refused(checks.check_launcher, grpo.Args())
+    said = refused(checks.check, grpo.Args(), 1)
     assert f"to {value}, which has no effect: leave it out there, and see --{flag}" in said
     if changes is not None:
-        checks.check_launcher(grpo.Args(**changes))
+        checks.check(grpo.Args(**changes), 1)
     monkeypatch.setenv(f"ACCELERATE_{name}", "none")
-    checks.check_launcher(grpo.Args())
+    checks.check(grpo.Args(), 1)
 
 
 def test_a_program_that_does_not_train_takes_the_flags_that_every_run_has(place):

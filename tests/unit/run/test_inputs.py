@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
@@ -112,6 +113,9 @@ def test_a_change_of_anything_that_a_run_opens_is_seen(tiny, tmp_path, monkeypat
     monkeypatch.syspath_prepend(inputs / "lib")
     changes = {"eval_prompts": 4, "beta": 0.1, "save_every": 1, "total_steps": 2, "run_name": "run"}
     args = tiny_args(tiny, tmp_path / "runs", **named, **changes)
+    plain = functools.cache(lambda path, places: list(imports(path, places)))  # an edit below changes no import
+    imports = identity._imported_files
+    monkeypatch.setattr(identity, "_imported_files", lambda path, places: plain(path, tuple(places)))
     found: set[Path] = set()
     with files_opened(found, inputs):
         interrupted(args, monkeypatch, after=1)
