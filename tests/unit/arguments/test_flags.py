@@ -196,7 +196,10 @@ CASES = {
         ["--ground_truth_key answer", "it has: question\n"],
     ),
     # model
-    "missing folder": ({"model_name_or_path": "PLACE/nothing"}, ["--model_name_or_path", "no such folder; give a local folder or a hub id"]),
+    "missing folder": (
+        {"model_name_or_path": "PLACE/nothing"},
+        ["--model_name_or_path", "give a local folder or a hub id"],
+    ),
     "no weights": ({"model_name_or_path": "PLACE/no_weights"}, ["--model_name_or_path", "no weights", "safetensors"]),
     "weights by Git LFS": ({"model_name_or_path": "PLACE/pointer"}, ["--model_name_or_path", "git lfs pull"]),
     "a tokenizer by Git LFS": (
