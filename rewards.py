@@ -475,7 +475,7 @@ def _verify_by(
     try:
         return _as_reward(name, find_verifier(name)(response, truth, row)), False
     except (MemoryError, RecursionError, OSError):  # the response's doing, as a rule, or the machine's
-        return Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4)), False
+        return Reward(0.0, status="crash", detail=traceback.format_exc(limit=-4)), True
     except caught:  # whatever it is: no response may end a run
         return Reward(0.0, status="unscorable", detail=traceback.format_exc(limit=-4)), True
 

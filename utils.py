@@ -69,7 +69,6 @@ class Run:
     sizes: Sizes
     layout: str
     attention: str
-    digest: str  # directory.data_digest of the rendered problems
     sampler_agreed: bool = False  # True once the engine's log-probs have been compared with the trainer's
 
     @property
@@ -93,8 +92,8 @@ def setup_run(args, ready: tuple) -> Run:
     if args.environment is None:
         args.longest_prompt = max(len(problem.prompt_ids) for problem in [*problems, *eval_problems])
     saving.adopt_template(tokenizer, args, problems)
-    digest = directory.data_digest(problems, eval_problems)
-    chosen = choices.choose(args, device, dtype, attention, identity.facts(args, digest))
+    facts = identity.facts(args, directory.data_digest(problems, eval_problems))
+    chosen = choices.choose(args, device, dtype, attention, facts)
     run = Run(
         folder=folder,
         start=start,
@@ -109,7 +108,6 @@ def setup_run(args, ready: tuple) -> Run:
         sizes=chosen.sizes,
         layout=chosen.layout,
         attention=chosen.attention,
-        digest=digest,
     )
     if run.rank == 0:
         logger.print_header(args, run, chosen)
@@ -158,7 +156,6 @@ def open_log(args, run: Run) -> logger.RunLog:
         run.total_steps,
         is_main,
         run.start,
-        run.digest,
         len(run.problems),
         chosen,
     )

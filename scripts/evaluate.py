@@ -35,6 +35,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ from runtime.arguments import checks, flags
 from runtime.arguments.flags import RunFlags
 from runtime.data import problem_set, prompt_order, rendering
 from runtime.data.samples import Problem, Sample, is_correct
-from runtime.run import identity
+from runtime.run import directory, identity
 from runtime.run.run_files import config_of
 from runtime.run.verdict import interval_text
 from runtime.system import process, user_files
@@ -124,10 +125,13 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]
         )
     if args.reward_control != "none":
         process.refuse("--reward_control: nothing trains here, and an evaluation is by the true reward; leave it out")
-    output = given.output or (given.run or Path(args.output_dir)) / "eval_samples.jsonl"
+    other = args.model_name_or_path != defaults.model_name_or_path  # whose samples do not replace those of the run
+    suffix = re.sub(r"[^\w.-]+", "_", f"_{args.model_name_or_path}") if other else ""
+    output = given.output or (given.run or Path(args.output_dir)) / f"eval_samples{suffix}.jsonl"
     if given.run is not None and args.eval_dataset != defaults.eval_dataset:
         process.refuse(f"--eval_dataset {args.eval_dataset}: it is for a run; name what to evaluate on by --dataset")
     held_out = defaults if given.run is not None and args.dataset == defaults.dataset else None
+    defaults.data_digest = config.get("inputs", {}).get("--dataset", "")
     if given.run is not None and held_out is None:
         args.eval_dataset = None  # the run's own, of which nothing is asked
     return args, output, given.samples, held_out, script
@@ -188,7 +192,12 @@ def check_code(folder: Path, config: dict, args: RunFlags, accept: bool) -> None
 def problems_of(args: RunFlags, held_out: RunFlags | None) -> list[Problem]:
     """Return the problems to evaluate. Ends with exit code 2 if there are none."""
     if held_out is not None:  # the run's own split, however many of its problems are asked
-        problems = problem_set.load_problems(held_out, truth_error)[1]
+        training, problems = problem_set.load_problems(held_out, truth_error)
+        if held_out.data_digest not in ("", directory.data_digest(training, problems)):
+            process.refuse(
+                "--run: its data have changed since, so other problems would be held out; restore them, or name a "
+                "--dataset"
+            )
         if args.eval_prompts > len(problems):
             process.refuse(
                 f"--eval_prompts {args.eval_prompts}: the run held out {len(problems)}, others were trained on"

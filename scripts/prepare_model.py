@@ -52,6 +52,8 @@ def convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors gives weights to their owner alone
 
 
 def complete(folder: Path) -> bool:

@@ -140,8 +140,10 @@ def has_launcher(words: list[str]) -> bool:
 
 def copied_path(path: str, job: Job) -> str:
     """Return the path in the copy of an absolute path in the job's folder; any other path as it is."""
+    if job.tree is None or not os.path.isabs(path):
+        return path
     inside = submit_snapshot.relative(path, job.workdir)
-    if job.tree is None or not os.path.isabs(path) or inside.startswith("../"):
+    if inside.startswith("../"):
         return path
     return os.path.normpath(os.path.join(job.workdir, job.folder, "code", inside))
 

@@ -98,6 +98,15 @@ class Oracle:
         coefficient = args.kl_coefficients[1]
         own = self.kl_in_reward(step)
         by_response = own.split(lengths.tolist())
+        if coefficient > 0 and args.kl_reward_norm == "before_norm":
+            sums_PG = torch.stack([x.sum() for x in by_response]).view_as(rewards_PG)
+            return {
+                "": per_token(script.group_advantages(rewards_PG - sums_PG, kind, eps)),
+                "with the KL added to the reward: the sign is reversed": per_token(
+                    script.group_advantages(rewards_PG + sums_PG, kind, eps)
+                ),
+                "without the KL in the reward": right,
+            }
         penalty = torch.cat([x.flip(0).cumsum(0).flip(0) for x in by_response])
         whole = per_token((rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + eps))
         scaled = rewards_PG - rewards_PG.mean(1, keepdim=True)
@@ -112,6 +121,10 @@ class Oracle:
             found["with the KL of the tokens after it, without its own"] = right - (penalty - own)
             found["with the KL added to the reward: the sign is reversed"] = right + penalty
             found["without the KL in the reward"] = right
+            sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in samples]).double()
+            of_sampler = coefficient * script.kl_value(args.kl_reward_estimator, sampler, sampler, self.reference[step])
+            parts = [x.flip(0).cumsum(0).flip(0) for x in of_sampler.split(lengths.tolist())]
+            found["with a KL by the sampler's log-probs"] = right - torch.cat(parts)
         return found
 
     def kl_in_reward(self, step: int) -> Tensor:
@@ -156,6 +169,16 @@ class Oracle:
             args,
         ).double()
 
+    def other_weights(self, step: int, k: int) -> dict[str, Tensor]:
+        """Return weights that tokens of an optimizer step have by mistake: the batch's, and another mini-batch's."""
+        args, count = self.args, len(self.found.updates[step])
+        samples, in_loss = self.found.samples[step], self.found.in_loss[step]
+        found = {f"those of mini-batch {j + 1}": self.weights(step, j) for j in range(count) if j != k}
+        if args.num_mini_batches > 1:
+            whole = self.subject.script.loss_weights(samples, in_loss, args).double()
+            found["those of the whole batch"] = whole
+        return found
+
     def expected(self, step: int, k: int) -> dict[str, dict[str, Tensor]]:
         """Field of Tokens -> what it has to be, under "", and what else it may be by mistake."""
         now = self.found.updates[step][k].tokens["logprobs_T"]
@@ -171,10 +194,13 @@ class Oracle:
             "sampler_T": {"": sampler, "the trainer's log-probs": before},
             "old_T": {"": before} | others | {"the policy's current log-probs: the ratio is always 1": now},
             "advantages_T": self.advantages(step),
-            "weights_T": {"": self.weights(step, k)},
+            "weights_T": {"": self.weights(step, k), **self.other_weights(step, k)},
         }
         if self.args.loads_reference:
             known = others | {"0": torch.zeros_like(ref)}
+            for temperature in (1.0, self.args.temperature**2):
+                words = f"the reference's log-probs at temperature {temperature:g}"
+                known[words] = self.plain(step, 0, temperature)
             if step > 0:
                 known["the policy's log-probs before the update"] = before
             fields["ref_T"] = {"": ref} | known
@@ -202,6 +228,11 @@ def check_contract(
                     continue
                 if found := judge(field, update, values):
                     wrong[field] = (found[0], f"{found[1]} (step {step + 1}, optimizer step {k + 1})")
+            if oracle.args.kl_coefficients[0] > 0 and "left out" not in wrong:
+                absent = (oracle.weights(step, k) != 0) & update.tokens["loss_T"].isnan()
+                if absent.any():
+                    text = f"{int(absent.sum())} tokens of the loss are not computed, and their KL has a gradient"
+                    wrong["left out"] = (FAIL, f"{text} (step {step + 1}, optimizer step {k + 1})")
     findings = []
     for field, (state, text) in wrong.items():
         findings.append(
@@ -210,7 +241,7 @@ def check_contract(
                 f"{title}: {field}",
                 state,
                 text,
-                subject.first_place(*ORIGINS[field]),
+                subject.first_place(*ORIGINS.get(field, LAST)),
             )
         )
     if not wrong:

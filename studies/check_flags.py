@@ -21,6 +21,8 @@ from torch import Tensor
 
 from kl_estimators import make_tokens
 
+IDLE = "and does nothing here"
+
 
 def other_values(script: ModuleType, name: str, value: Any) -> list[Any]:
     """Values that a flag may also have, by its type."""
@@ -185,9 +187,15 @@ def check_known(subject: Subject, known: list[str]) -> list[Finding]:
         ours = outputs(subject.script, args)
         theirs = outputs(subject.base, base_args)
         plain.append((ours, theirs))
+    base_flags = {f.name for f in dataclasses.fields(subject.base.Args)}
+    switched = sorted((subject.flags_given or frozenset()) - base_flags)
     for name in own_flags(subject.script):
         if name in known and (text := other_meaning(subject, name, pairs, plain)):
-            findings.append(Finding(6, f"--{name}", FAIL, text, where))
+            state = FAIL
+            if switched and text.endswith(IDLE):  # another loss was chosen by a flag of the script's own
+                state = NOTE
+                text += f" with --{' --'.join(switched)}: if that is meant, reject the pair in check_args"
+            findings.append(Finding(6, f"--{name}", state, text, where))
     return findings
 
 
@@ -221,7 +229,7 @@ def other_meaning(subject: Subject, name: str, pairs: list[tuple], plain: list[t
         changes |= moved[0] is True
         lost |= moved[0] is False
     if lost and not changes:
-        return f"changes the loss of {subject.base_name}, and does nothing here"
+        return f"changes the loss of {subject.base_name}, {IDLE}"
     return text
 
 

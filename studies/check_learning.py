@@ -68,7 +68,19 @@ def check(subject: Subject, ours: Laboratory, theirs: Laboratory, lanes: int, fr
     base_gains = [ends(other) for _, other in pairs]
     verdict = paired_comparison.verdict(differences, SMALLEST)
     learning = describe(subject, verdict, differences, gains, base_gains, from_reward, where)
+    if where and all(comparable(mine) == comparable(other) for mine, other in pairs):
+        learning = Finding(5, "learning", NOTE, f"{learning.text}; {no_effect(subject.args)}", where)
     return [learning, *describe_control(control, gains)]
+
+
+def no_effect(args) -> str:
+    """Describe runs whose every number is that of the unedited script, and the flag with which an edit would count."""
+    words = "the runs are identical: the edit has no effect with these flags"
+    if args.num_mini_batches * args.num_epochs == 1:
+        words += ". With one optimizer step per batch every ratio is 1: add --num_mini_batches 4"
+    if not any(args.kl_coefficients):
+        words += ". Without a KL its code is not used: add --beta 0.1"
+    return words
 
 
 def describe(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import loss_table
 import torch
-from check_subject import FAIL, NOTE, OK, Finding, Subject
+from check_subject import FAIL, NOTE, OK, Finding, Subject, with_flags
 from enumeration import F64, UNNAMED, Policies, Row, World, policies_of, summarize
 from torch import Tensor
 
@@ -275,4 +275,22 @@ def check_kl(subject: Subject) -> list[Finding]:
     worst = sorted(others, key=lambda finding: finding.state != FAIL)
     total = 2 * len(names)
     summary = Finding(1, "KL in the loss", OK, f"{equal} of {total} settings are those of {subject.base_name}")
-    return [*first, *worst[:1], summary]
+    return [*first, *worst[:1], *check_coefficient(subject, where), summary]
+
+
+def check_coefficient(subject: Subject, where: str) -> list[Finding]:
+    """Compare the size of the KL in the loss at a coefficient of 0.5: one that is applied twice has its direction."""
+    own = torch.Generator().manual_seed(0)
+    old = -torch.rand(64, generator=own, dtype=torch.float64)
+    ref = old + 0.3 * torch.randn(64, generator=own, dtype=torch.float64)
+    parts = []
+    for script, args in ((subject.script, subject.args), (subject.base, subject.base_args)):
+        args = with_flags(args, beta=0.5, kl_placement="loss", kl_estimator="k3")
+        tokens = kl_estimators.make_tokens(script, logprobs_T=old, old_T=old, ref_T=ref, sampler_T=old)
+        parts.append(script.token_loss(tokens, 0.5, args)[0] - script.token_loss(tokens, 0.0, args)[0])
+    factor = (parts[0].sum() / parts[1].sum()).item()
+    is_multiple = torch.allclose(parts[0], factor * parts[1], rtol=1e-6)
+    if not is_multiple or abs(factor - 1) < 1e-6:
+        return []
+    text = f"at --beta 0.5 the KL is {factor:.3g} times that of {subject.base_name}: is the coefficient applied twice?"
+    return [Finding(1, "KL coefficient", FAIL, text, where)]

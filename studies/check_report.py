@@ -38,6 +38,11 @@ TITLES = {
     6: "Do its flags do anything",
 }
 WIDTH = 118
+CALLS = {  # as the parts that start no run call a script's functions
+    "token_loss": "token_loss(tokens, beta, args)",
+    "group_advantages": "group_advantages(rewards_PG, kind, eps)",
+    "loss_weights": "loss_weights(samples, in_loss, args)",
+}
 
 
 class Report:
@@ -50,7 +55,7 @@ class Report:
         self.seconds: dict[int, float] = dict.fromkeys(TITLES, 0.0)
 
     def run(self, part: int, find: Callable[[], list[Finding]], function: str = "token_loss") -> None:
-        """Add what a part finds. An exception in the script's own code is a finding."""
+        """Add what a part finds. A part that could not run has checked nothing, so it fails."""
         began = time.monotonic()
         try:
             found = find()
@@ -60,8 +65,10 @@ class Report:
             own = [x for x in lines if Path(x.filename).name == self.subject.name]
             if own:
                 where = f"{self.subject.name}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}"
-            text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            found = [Finding(part, "error", FAIL if own else NOTE, text, where)]
+            text = f"could not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if not own:
+                text += f"; it calls {CALLS.get(function, function)}: give what the script has added a default"
+            found = [Finding(part, "error", FAIL, text, where)]
         self.findings += found
         self.seconds[part] += time.monotonic() - began
 

@@ -43,6 +43,7 @@ LAST = ("token_loss", ("main", "7"), "main")
 # Several optimizer steps on a batch, a KL in both places, and a sampler whose log-probs are not the trainer's.
 RICH = (
     {"num_mini_batches": 2},
+    {"num_epochs": 2},
     {"beta": 0.1, "kl_estimator": "k3"},
     {"kl_placement": "both"},
     {"truncated_importance_sampling_ratio_cap": 2.0},
@@ -100,10 +101,12 @@ def check(
     rich = rich_flags(subject)
     wanted = invariances(subject, rich) if complete else {}
     probes = [Probe("plain"), Probe("rich", rich, noise=True), Probe("observed", observed=True)]
+    probes.append(Probe("equal", rich | {"reward_scaling": 0.0}, noise=True))
     probes += [probe for probe, _ in wanted.values()]
     recorded = dict(zip([probe.name for probe in probes], laboratory.run(probes, lanes), strict=True))
     findings = []
     titles = {"plain": "one optimizer step", "rich": "several, with a KL", "observed": "environment's tokens"}
+    titles["equal"] = "equal rewards, with a KL"
     for name, title in titles.items():
         found = recorded[name]
         if found.failure or not any(found.updates):
@@ -117,12 +120,23 @@ def check(
         findings += check_estimates(subject, oracle, title)
         if name == "plain":
             findings += check_backward(subject, oracle)
+            findings += check_rates(subject, found)
     if recorded["plain"].failure:
         return findings, recorded
     own_reference = any(f.name.endswith("ref_T") and f.state == NOTE for f in findings)
     for name, (probe, reference) in wanted.items():
         findings += compare(subject, name, recorded[reference], recorded[probe.name], own_reference)
     return findings, recorded
+
+
+def check_rates(subject: Subject, found: Recorded) -> list[Finding]:
+    """Compare the learning rate that is logged after each step with that of the optimizer."""
+    for step, (updates, line) in enumerate(zip(found.updates, found.metrics, strict=True)):
+        logged = line.get("optim/lr")
+        if updates and logged is not None and abs(updates[-1].rate - logged) > 1e-6 * abs(logged):
+            text = f"the optimizer has {updates[-1].rate:g}, and {logged:g} is logged (step {step + 1})"
+            return [Finding(2, "learning rate", FAIL, text, subject.first_place(("main", "7"), "main"))]
+    return []
 
 
 def spans(found: Recorded, step: int) -> dict[tuple, slice]:

@@ -88,6 +88,7 @@ class Update:
     loss: float  # what was backpropagated, summed over micro-batches and averaged over ranks
     gradient: dict[str, Tensor]  # by parameter, before clipping
     world_size: int
+    rate: float  # of the optimizer, as the step is taken
 
 
 @dataclass
@@ -202,7 +203,8 @@ class Recorder:
         tokens = {name: value[:-1] for name, value in tokens.items()}
         if not critic:  # the samples in the policy's loss of a step are in that of one optimizer step or another
             self.found.in_loss[-1] = sorted({*self.found.in_loss[-1], *self.weighed})
-        update = Update(tokens, self.losses.pop(kind, 0.0), gradient, torch.distributed.get_world_size())
+        rate = float(engine.optimizer.param_groups[0]["lr"])
+        update = Update(tokens, self.losses.pop(kind, 0.0), gradient, torch.distributed.get_world_size(), rate)
         (self.found.critic if critic else self.found.updates)[-1].append(update)
 
 

@@ -37,8 +37,10 @@ class Edit(NamedTuple):
         return text
 
 
-def mistake(name: str, parts: set[int], *changes: tuple[str, str], script: str = "grpo.py") -> Edit:
-    return Edit(name, changes, frozenset(parts), script)
+def mistake(
+    name: str, parts: set[int], *changes: tuple[str, str], script: str = "grpo.py", flags: tuple[str, ...] = ()
+) -> Edit:
+    return Edit(name, changes, frozenset(parts), script, flags)
 
 
 def harmless(name: str, *changes: tuple[str, str], script: str = "grpo.py", flags: tuple[str, ...] = ()) -> Edit:
@@ -186,8 +188,70 @@ ALSO = [
         script="ppo.py",
     ),
 ]
+# Mistakes that only several optimizer steps, a KL or a schedule show, or that keep a part from running.
+SUBTLE = [
+    mistake(
+        "new log-probs as old in the second epoch", {2}, (OLD, OLD.replace("updates > 1", "updates > 1 and epoch == 0"))
+    ),
+    mistake("beta applied twice", {1}, ("loss_T = loss_T + beta * kl_T", "loss_T = loss_T + beta * beta * kl_T")),
+    mistake(
+        "equal groups without their KL",
+        {2},
+        ("if reference is None and args.entropy_coef == 0:", "if args.entropy_coef == 0:"),
+    ),
+    mistake("learning rate never set", {2}, ("                deepspeed_zero.set_learning_rate(policy, lr)\n", "")),
+    mistake(
+        "reference at the temperature squared",
+        {2},
+        (
+            "    reference = utils.load_reference(args, run)\n",
+            "    reference = utils.load_reference(args, run)\n    if reference is not None:\n"
+            "        reference.temperature = args.temperature**2\n",
+        ),
+    ),
+    mistake(
+        "KL in the reward by the sampler",
+        {2},
+        ("kl_value(args.kl_reward_estimator, old_N, old_N", "kl_value(args.kl_reward_estimator, sampler_N, sampler_N"),
+    ),
+    mistake(
+        "always the first mini-batch",
+        {2},
+        ("utils.mini_batch(groups, step, epoch, mini, args)", "utils.mini_batch(groups, step, epoch, 0, args)"),
+    ),
+    mistake(
+        "weights of the whole batch in each mini-batch",
+        {2},
+        ("loss_weights(samples, mini_in_loss, args)", "loss_weights(samples, in_loss, args)"),
+    ),
+    mistake(
+        "sign of the loss, behind another argument",
+        {1},
+        ("beta: float, args: Args) ->", "beta: float, args: Args, step: int) ->"),
+        ("token_loss(tokens, kl.loss, args)", "token_loss(tokens, kl.loss, args, step)"),
+        ("policy_T = torch.maximum(unclipped_T, clipped_T)", "policy_T = -torch.maximum(unclipped_T, clipped_T)"),
+    ),
+]
+KL_FLAG = "    # ---- KL\n"
+CLAMP = "ratio_T.clamp(1 - args.clip_lower, 1 + args.clip_higher)"
 HARMLESS = [
     harmless("unedited"),
+    harmless("in_loss renamed", ("in_loss", "counted")),
+    harmless(
+        "another argument of token_loss",
+        ("beta: float, args: Args) ->", "beta: float, args: Args, step: int = 0) ->"),
+        ("token_loss(tokens, kl.loss, args)", "token_loss(tokens, kl.loss, args, step)"),
+    ),
+    harmless(
+        "a smooth clip behind a flag",
+        (KL_FLAG, '    tanh_clip: float = 0.0\n    """Width of a smooth clip; 0: off."""\n\n' + KL_FLAG),
+        (CLAMP, f"(1 + args.tanh_clip * torch.tanh((ratio_T - 1) / args.tanh_clip) if args.tanh_clip else {CLAMP})"),
+        flags=("--tanh_clip", "0.3"),
+    ),
+    harmless(
+        "KL inside the group's statistics",
+        flags=("--kl_placement", "reward", "--beta", "0.1", "--kl_reward_norm", "before_norm"),
+    ),
     harmless("unedited ppo.py", script="ppo.py"),
     harmless("ratio renamed", ("ratio_T", "rho_T")),
     harmless("samples renamed in main", ("penalty_N", "reward_penalty_N")),

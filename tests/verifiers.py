@@ -186,6 +186,13 @@ def returns(response, truth, row):
     }[response]
 
 
+def takes_the_truth_alone(response, truth, row):
+    """Raises on prose; OSError as a judge does that is down."""
+    if response == "crash":
+        raise ConnectionError("the judge is down")
+    return {"7": 1.0}[response]
+
+
 def picky(response, truth, row):
     """Raises on a response it does not expect."""
     return {"good": 1.0, "7": 1.0}[response]

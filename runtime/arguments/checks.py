@@ -27,6 +27,7 @@ NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 def check(args: RunFlags, world_size: int) -> None:
     """Reject settings that no script supports or that would be ignored. Loads no model, writes nothing."""
     check_launch(world_size)
+    check_launcher(args)
     check_places(args)
     check_words(args)
     for name in STRUCTURED:
@@ -93,11 +94,13 @@ def check_places(args: Any) -> None:
 def check_words(args: RunFlags) -> None:
     """Reject values that a shell has damaged: empty (an unset variable), an unexpanded ~, a carriage return."""
     for name, value in dataclasses.asdict(args).items():
-        if name in ("system_prompt", "stop_strings"):  # they are text for the model
+        if name == "system_prompt":  # text for the model; "" is none
             continue
         for word in value if isinstance(value, tuple) else (value,):
             if word == "":
                 refuse(f"--{name}: is empty (an unset shell variable?); drop the flag or pass a value")
+            if name == "stop_strings":  # text of the model
+                continue
             if isinstance(word, str) and re.search(r'(^|[,"])\s*~(/|$)', word):
                 refuse(f"--{name} {word}: '~' was not expanded; pass an absolute path")
             if isinstance(word, str) and word.endswith(("\r", "\n")):
@@ -282,6 +285,26 @@ def check_asynchrony(args: RunFlags) -> None:
             "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
             "applied; pass one of them"
         )
+
+
+def check_launcher(args: Any) -> None:
+    """Reject a configuration of accelerate that asks for what a flag decides, since it would have no effect."""
+    precision = {"auto": "bf16", "bfloat16": "bf16", "float16": "fp16", "float32": "no"}[args.dtype]
+    ours = {
+        "deepspeed_zero_stage": ("zero_stage", str(args.zero_stage)),
+        "gradient_clipping": ("max_grad_norm", str(getattr(args, "max_grad_norm", ""))),
+        "mixed_precision": ("dtype", precision),
+        "deepspeed_offload_optimizer_device": ("offload", "cpu" if "optimizer" in args.offload else "none"),
+        "deepspeed_offload_param_device": ("offload", "cpu" if "param" in args.offload else "none"),
+        "deepspeed_config_file": ("zero_stage", ""),
+    }
+    for name, (flag, value) in ours.items():
+        theirs = os.environ.get(f"ACCELERATE_{name.upper()}", "none")
+        if theirs.lower() not in (value, "none", "no", "auto"):
+            refuse(
+                f"accelerate's configuration sets {name.removeprefix('deepspeed_')} to {theirs}, which has no effect: "
+                f"leave it out there, and see --{flag}"
+            )
 
 
 def check_launch(world_size: int) -> None:

@@ -168,7 +168,7 @@ class RunFlags:
     """End each call of a verifier, tool or environment that takes longer than this many seconds. The score
     of a verifier is then 0, and the model sees an error message in place of the output of a tool or environment."""
     check_verifier_status: bool = False
-    """Stop with an error if no score in a step is above 0, as if the verifier were broken. The name is AReaL's."""
+    """Stop with an error if all scores of a step are equal and none is above 0. The name is AReaL's."""
     allow_unsafe_code_exec: bool = False
     """If the kernel has no namespaces for the sandbox, run responses' code unsandboxed, with resource limits only."""
     reward_model_name_or_path: str | None = None

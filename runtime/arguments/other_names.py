@@ -12,8 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from runtime.system.process import refuse
+from runtime.system.process import PROJECT, refuse
 
+# Names that people type from memory, and names of one thing in the two scripts.
+SHORT = {"lr": "learning_rate", "model": "model_name_or_path", "epochs": "total_epochs", "steps": "total_steps"}
+SHORT |= {"adv_norm": "advantage_normalization_type", "advantage_normalization_type": "adv_norm"}
 ASSIGNMENT = re.compile(r"[+~]{0,2}[A-Za-z_][\w.-]*=")  # a word that sets a field by its path, as Hydra has it
 
 
@@ -40,6 +43,15 @@ def answers(name: str, rows: list[OtherName]) -> list[str]:
             here = f"is {row.ours} here" if row.ours else "has no flag here"
             found.append(f"{name} ({row.frameworks}) {here}{row.how and ': '}{row.how}")
     return found
+
+
+def own_names(name: str, fields: dict[str, dataclasses.Field]) -> list[str]:
+    """Return what a name is here: short for a flag, or a flag of the other script."""
+    if SHORT.get(name) in fields:
+        return [f"{name} is --{SHORT[name]} here"]
+    scripts = [script for script in ("grpo.py", "ppo.py") if (PROJECT / script).is_file()]
+    has = [script for script in scripts if f"\n    {name}: " in (PROJECT / script).read_text(encoding="utf-8")]
+    return [f"{name} is a flag of {has[0]}"] if has else []
 
 
 def unknown_names(words: list[str], fields: dict[str, dataclasses.Field]) -> tuple[list[str], list[str]]:
@@ -74,7 +86,7 @@ def refuse_other_names(words: list[str], fields: dict[str, dataclasses.Field]) -
     lines = [f"--{name} takes no value; pass --{name} or --no-{name}" for name in switches]
     missing = []
     for name in unknown:
-        found = answers(name, rows) or answers(name.removeprefix("no_"), rows)
+        found = own_names(name, fields) or answers(name, rows) or answers(name.removeprefix("no_"), rows)
         lines += found
         missing += [] if found else [f"{name} is no flag here, and docs/flags.md does not have it"]
     if len(lines + missing) > 1 and lines:

@@ -105,7 +105,7 @@ class Engine:
         except watchdog.EngineFailed as error:
             again = self.failure or self.restarts == 0 or isinstance(error.__cause__, PERMANENT)
             if self.untried and (what in ("engine", PUSH) or again):
-                watchdog.refuse_engine(error)
+                watchdog.refuse_engine(error, self.arguments[0].engine_args)
             raise
 
     def receive(self, what: str, request: tuple | None = None) -> tuple:

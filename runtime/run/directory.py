@@ -233,13 +233,13 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
-    """Hash all problems: prompts, truths, verifiers and rows."""
+    """Hash all problems, with their ids once they are rendered. Messages and verifiers follow from rows and flags."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)} problems".encode())
         for p in part:
             row = json.dumps(p.row, default=lambda value: type(value).__name__)  # no address, no order of a set
-            digest.update(json.dumps([p.messages, p.prompt_ids, p.truth, p.verifier]).encode() + row.encode())
+            digest.update(json.dumps([p.prompt_ids, p.truth]).encode() + row.encode())
     return digest.hexdigest()
 
 
@@ -334,6 +334,12 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     other, _ = changed_arguments(state["args"], args, resolved=True)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
+    data = state.get("inputs", {}).get("--dataset")
+    if data and args.data_digest and data != args.data_digest:  # also with --resume CHECKPOINT
+        refuse(
+            f"{start}: --dataset or --eval_dataset has other rows than before, and with them another order of the "
+            f"problems and other held-out ones: restore it, or start another run (--run_name, --exp_name)"
+        )
     changed = difference(state, args)
     if changed and args.resume == "auto":
         refuse(

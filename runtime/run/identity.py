@@ -95,14 +95,11 @@ def changed_inputs(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
     words = []
     for flag, before in theirs.items():
         now = ours.get(flag)
-        if not before or not now:
-            continue
-        if isinstance(before, str):
-            words += [f"{flag} has changed"] if before != now else []
-            continue
-        for name in sorted({*before, *now}):
-            if name not in before or name not in now or before[name][0] != now[name][0]:
-                words.append(f"{name} of {flag} has changed")
+        if isinstance(before, str) and before and now and before != now:
+            words.append(f"{flag} has changed")
+        elif isinstance(before, dict) and before and now:
+            changed = [name for name in {*before, *now} if before.get(name, [0])[0] != now.get(name, [0])[0]]
+            words += [f"{name} of {flag} has changed" for name in sorted(changed)]
     return words
 
 
@@ -155,8 +152,8 @@ def name_of(path: Path) -> str:
 def _digests(
     script: Path, extra: tuple[Path, ...], module: str | None, loaded: tuple[Path, ...] = ()
 ) -> dict[str, str]:
-    on_path = [Path(os.path.abspath(word)) for word in os.environ.get("PYTHONPATH", "").split(":") if word]
-    places = [script.parent, PROJECT, *on_path]
+    on_path = {*os.environ.get("PYTHONPATH", "").split(":")} - {"", *user_files.LIBRARIES}
+    places = [script.parent, PROJECT, *(Path(os.path.abspath(word)) for word in sorted(on_path))]
     waiting = [(path, [path.parent, path.resolve().parent, *places]) for path in extra]  # helpers beside come first
     if module is not None:
         waiting += [(path, places) for path in _module_files(module, places)]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from runtime.arguments.flags import OPEN, is_open
+from runtime.data.prompt_order import nothing_scored
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, left_by_a_run
@@ -29,7 +30,6 @@ from runtime.system.process import (
     FolderLock,
     Heap,
     print_on_rank_0,
-    refuse,
     usable_cores,
     versions,
     write_whole,
@@ -124,7 +124,7 @@ def memory_lines(args, model: Model, setting: memory.Setting, sizes: Sizes) -> l
 
 
 def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
-    """Explain a run without a score above 0 for ``steps`` steps: two responses, what was extracted and expected."""
+    """Explain a run that scored nothing for ``steps`` steps: two responses, what was extracted and expected."""
     lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
     for s in samples[:: max(1, len(samples) - 1)][:2]:
         problem = problems[s.prompt_id]
@@ -229,14 +229,11 @@ class RunLog:
         total_steps: int,
         is_main: bool,
         start: Path | None = None,
-        data: str = "",
         problems: int = 0,
         resolved: dict[str, Any] | None = None,
     ):
-        """``start``: the checkpoint that the run resumes from; ``data``: ``data_digest`` of its rendered problems.
-
-        ``problems``: the number of those it trains on, by which ``--total_epochs`` is a number of steps. ``resolved``:
-        what this machine made of flags that leave it open.
+        """``start``: the checkpoint that the run resumes from; ``problems``: the number of those it trains on, by which
+        ``--total_epochs`` is a number of steps; ``resolved``: what this machine made of flags that leave it open.
         """
         self.folder = folder
         self.args = args
@@ -262,10 +259,8 @@ class RunLog:
             else:
                 path.unlink()
         self.code = code_of(args)
-        known = read_config(folder).get("inputs", {}) if start is not None else {}
-        self.inputs = inputs_of(args, known) | {"prompts": data}
+        self.inputs = inputs_of(args, read_config(folder).get("inputs", {}))
         if start is not None:
-            self._check_data(known)
             self.first = json.loads((start / "state.json").read_text())["step"]
             if args.resume == "auto":  # otherwise steps may follow that wandb has, and it silently drops those
                 self.wandb_id = read_config(folder).get("wandb_id")
@@ -298,17 +293,6 @@ class RunLog:
         }
         found = {name: self._track(name, starts[name]) for name in dict.fromkeys(args.track)}
         self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
-
-    def _check_data(self, known: dict[str, Any]) -> None:
-        """Reject a resume on other problems, also by --resume: their order and the held-out ones would differ."""
-        if all(known.get(name, self.inputs[name]) == self.inputs[name] for name in ("--dataset", "prompts")):
-            return
-        self.lock.release()
-        refuse(
-            f"{self.folder}: --dataset or --eval_dataset gives other problems, or other columns of them, than before. "
-            f"A file has changed, and with it perhaps the order of the problems and the held-out ones: restore it, or "
-            f"start another run (--run_name, --exp_name)"
-        )
 
     def _drop_later_steps(self, resumed: bool) -> None:
         """Truncate the .jsonl files to the step of the checkpoint, and set earlier final models aside."""
@@ -356,7 +340,7 @@ class RunLog:
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
-        self.zero_steps = 0 if any(s.score > 0 for s in samples) else self.zero_steps + 1
+        self.zero_steps = self.zero_steps + 1 if nothing_scored(samples) else 0
         if self.zero_steps > 0 and self.zero_steps % ZERO_STEPS == 0:
             print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
         self.step_seconds.append(metrics["time/step"])

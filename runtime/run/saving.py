@@ -153,6 +153,8 @@ def written_whole(folder: Path) -> Iterator[Path]:
         yield beside
         for path in beside.iterdir():
             process.sync(path)
+            if path.is_file():
+                path.chmod(beside.stat().st_mode & 0o666)  # safetensors gives weights to their owner alone
         process.replace_folder(folder, beside)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -156,8 +156,8 @@ def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
 def end_quickly() -> None:
     """Close what is open for writing, and end the search for garbage, which takes the interpreter its last two seconds.
 
-    For ``atexit``: threads, pools and what else is registered have ended before. The search would go through a million
-    objects of libraries. It is also what closes an open file of a module; text comes first, before the bytes below it.
+    For ``atexit``: threads and pools have ended before. The search would go through a million objects of libraries. It
+    also closes the open files of modules: of text first, before the bytes below it.
     """
     gc.unfreeze()
     files = [thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase.__base__)]

@@ -20,7 +20,8 @@ imported: dict[str, list[str]] = {}  # path -> the files that it has imported, w
 # Modules that the files of a folder have imported, by folder and name: two folders may have helpers of one name.
 own: defaultdict[str, dict[str, ModuleType]] = defaultdict(dict)
 active = SimpleNamespace(folder="", before=frozenset(), added=False)  # the folder whose modules can be imported
-LIBRARIES = (sysconfig.get_paths()["stdlib"], *(path for path in sys.path if path.endswith("-packages")))
+LIBRARIES = (sysconfig.get_paths()["stdlib"], *(path for path in sys.path if any(Path(path).glob("*.dist-info"))))
+folder_of = functools.cache(lambda path: str(Path(path).resolve().parent))  # asked for each row of the data
 
 
 def text_of(path: str) -> str:
@@ -64,7 +65,7 @@ def enter(folder: str) -> None:
 
 def load(path: str) -> ModuleType:
     """Return the module of a file, with the modules next to it. Raises whatever the file raises."""
-    enter(str(Path(path).resolve().parent))
+    enter(folder_of(path))
     return _load(path)
 
 

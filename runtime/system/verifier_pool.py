@@ -129,10 +129,9 @@ class VerifierPool:
         futures = [self.submit(p.verifier, p.truth, p.truth, p.row) for p in first.values()]
         for future in futures:
             reward, raised = self._wait(future)
-            if raised:
-                return f"the verifier {future.asked[0]} raises on the truth {future.asked[2][:80]!r}:\n{reward.detail}"
-            if reward.status == "ok":
-                self.returned |= set(names_of(future.asked[0]))
+            if raised or reward.status in ("timeout", "crash"):
+                fails = "raises" if raised else "fails"
+                return f"the verifier {future.asked[0]} {fails} on the truth {future.asked[2][:80]!r}:\n{reward.detail}"
         return ""
 
     def submit(self, verifier: str, response: str, truth: str, row: dict, tries: int = STARTS) -> Future:
@@ -172,16 +171,20 @@ class VerifierPool:
     def result(self, future: Future) -> Any:
         """Wait for one Reward; the first that is not ok is shown.
 
-        Raises RuntimeError where a verifier of the user's own has raised on each of the first ``MANY`` responses.
+        Raises RuntimeError where a verifier of the user's own has failed on each of the first ``MANY`` responses: it
+        raised, ran out of time, or ended its process. That it took the truth at the start says nothing of prose.
         """
         reward, raised = self._wait(future)
         verifier, response = future.asked[:2]
-        self.raised.update(raised)
-        if reward.status in ("ok", "unscorable"):
-            self.returned |= set(names_of(verifier)) - raised
-        for name in raised - self.returned:
+        names = set(names_of(verifier))
+        failed = raised or (names if reward.status in ("timeout", "crash") else raised)
+        self.raised.update(failed)
+        self.returned |= names - failed
+        for name in failed - self.returned:
             if self.raised[name] >= MANY:
-                words = f"the verifier {name!r} raised on each of the first {MANY} responses"
+                words = (
+                    f"the verifier {name!r} {'raised' if raised else 'failed'} on each of the first {MANY} responses"
+                )
                 raise RuntimeError(f"{words}; the last time:\n{reward.detail}")
         if reward.status not in ("ok", *self.shown):
             self.shown.add(reward.status)

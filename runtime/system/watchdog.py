@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -82,8 +82,11 @@ def explain_restart(error: Exception, left: int) -> None:
     Watch.heartbeat()
 
 
-def refuse_engine(error: Exception) -> None:
-    """Exit with code 2, for the reason why an engine failed. Returns if that was memory, of which there may be more."""
+def refuse_engine(error: Exception, engine_args: Iterable[str] = ()) -> None:
+    """Exit with code 2, for the reason why an engine failed. Returns if that was memory, of which there may be more.
+
+    ``engine_args``: the names in --vllm_args, which may be the reason.
+    """
     cause = error.__cause__ or error
     text = "".join(traceback.format_exception(cause))
     if re.search("OutOfMemory|(No available|Free|not enough|allocate|out of) memory", text):
@@ -96,9 +99,11 @@ def refuse_engine(error: Exception) -> None:
         place = f" ({frame.filename.split('site-packages/')[-1]}:{frame.lineno})"
     # From an engine in another process comes the text of its traceback.
     reason = re.split(r"\n(?=[\w.]+(?:Error|Exception)\b)", f"{type(cause).__name__}: {cause}")[-1]
+    given = [name for name in engine_args if re.search(name.replace("_", "[_ ]"), reason)]
+    remedy = f"leave {', '.join(given)} out of --vllm_args" if given else "use --rollout hf"
     refuse(
         f"vLLM failed before its first sample, so it cannot serve this model with these settings: "
-        f"{' '.join(reason.split())[:600]}{place}; use --rollout hf, which samples with transformers"
+        f"{' '.join(reason.split())[:600]}{place}; {remedy}"
     )
 
 

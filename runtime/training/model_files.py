@@ -28,6 +28,7 @@ ROPE = {"rope_theta", "rope_scaling"}  # what older config.json files have in pl
 ADAPTER = "an adapter (adapter_config.json), not a model; merge it into its base model first (peft: merge_and_unload)"
 # Fields of config.json of models with recurrent states: Mamba, gated delta rule, short convolutions.
 STATES = {"mamba_d_conv", "conv_kernel", "conv_L_cache", "state_size", "linear_conv_kernel_dim"}
+LOCAL = (".", "/", "~", "models/")  # how the names of folders begin, which are not asked for on the hub
 PARTS = (".json", ".safetensors", ".bin", ".model", ".jinja", ".txt", ".tiktoken", ".py")  # endings of a model's files
 FIELDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
@@ -115,7 +116,9 @@ def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, 
     """Return (config.json, tokenizer_config.json, file names) of a local model; no names for a model on the hub."""
     name, revision = model
     folder = Path(name)
-    hint = "give a local folder or a hub id; `make setup` prepares the default model"
+    hint = "give a local folder or a hub id"
+    if name == RunFlags.model_name_or_path or name.startswith("models/testbed"):
+        hint = f"`make {'testbed' if 'testbed' in name else 'setup'}` makes it"
     if folder.exists():
         if revision is not None:
             refuse(f"{flag} {name}@{revision}: a local folder cannot have a revision; drop @{revision}")
@@ -133,14 +136,14 @@ def read_configs(model: ModelName, flag: str, dry_run: bool) -> tuple[dict[str, 
         check_unquantized(config, f"{flag} {name}")
         tokenizer_config = folder / "tokenizer_config.json"
         return config, json.loads(tokenizer_config.read_text()) if tokenizer_config.is_file() else {}, files
-    if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+    if name.startswith(LOCAL) or (folder.parent != Path() and folder.parent.is_dir()):
         refuse(f"{flag} {name}: no such folder; {hint}")
     from huggingface_hub import hf_hub_download
 
     try:
         config = json.loads(Path(hf_hub_download(name, "config.json", revision=revision)).read_text())
     except Exception as error:  # offline, gated, misspelled: the hub client has a class for each
-        refuse(f"{flag} {name}: no such folder, and not on the hub ({error}); {hint}")
+        refuse(f"{flag} {name}: no such folder, and the hub does not have it or cannot be reached ({error}); {hint}")
     check_unquantized(config, f"{flag} {name}")
     return config, {}, set()
 
@@ -316,7 +319,7 @@ def read_tokenizer(name: str) -> tuple[dict[str, Any], set[str]]:
         check_files(folder, files, "--tokenizer_name_or_path")
         file = folder / "tokenizer_config.json"
         return json.loads(file.read_text()) if file.is_file() else {}, files
-    if name.startswith((".", "/", "~")) or (folder.parent != Path() and folder.parent.is_dir()):
+    if name.startswith(LOCAL) or (folder.parent != Path() and folder.parent.is_dir()):
         refuse(f"--tokenizer_name_or_path {name}: no such folder; give a local folder or a hub id")
     return {}, set()
 

@@ -11,7 +11,7 @@ import pytest
 import script_edits
 import variant
 from helpers import ROOT
-from script_edits import ALSO, HARMLESS, MISTAKES
+from script_edits import ALSO, HARMLESS, MISTAKES, SUBTLE
 
 pytestmark = pytest.mark.slow
 WITHOUT_LEARNING = ("--parts", "1", "2", "3", "4", "6")
@@ -50,7 +50,7 @@ def test_a_published_mistake_is_found_where_it_is(edit, tmp_path):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("edit", ALSO, ids=lambda edit: edit.name)
+@pytest.mark.parametrize("edit", [*ALSO, *SUBTLE], ids=lambda edit: edit.name)
 def test_a_further_mistake_is_found_by_its_part(edit, tmp_path):
     code, report, printed = check(edit.text(), tmp_path, "--parts", *map(str, sorted(edit.parts)))
     assert code == 1 and edit.parts & set(report["failed"]), printed

@@ -305,6 +305,8 @@ def test_other_files_that_have_changed_are_named_and_secrets_are_asked_for(edite
     config["code"]["rewards.py"] = "another"
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert evaluate.parse(["--run", str(tmp_path)])[0].recorded_choices["dtype"] == "float32"
+    for words, name in ([], "eval_samples.jsonl"), (["--model_name_or_path", "a/b"], "eval_samples_a_b.jsonl"):
+        assert evaluate.parse(["--run", str(tmp_path), *words])[1] == tmp_path / name, "another model replaces nothing"
     assert "warning: since the run, rewards.py has changed" in capsys.readouterr().err
     config["args"]["mark"] = "***"
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -104,6 +104,27 @@ def test_the_usual_arguments_are_not_refused(place, nothing_is_loaded):
         start(arguments(place, {}))
 
 
+@pytest.mark.parametrize(
+    "name, value, flag, changes",
+    [
+        ("DEEPSPEED_ZERO_STAGE", "3", "zero_stage", {"zero_stage": 3}),
+        ("GRADIENT_CLIPPING", "0.1", "max_grad_norm", {"max_grad_norm": 0.1}),
+        ("MIXED_PRECISION", "fp16", "dtype", {"dtype": "float16"}),
+        ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", "offload", {"offload": ("optimizer",)}),
+        ("DEEPSPEED_CONFIG_FILE", "ds.json", "zero_stage", None),
+    ],
+)
+def test_what_a_launcher_configures_without_effect_is_refused(monkeypatch, refused, name, value, flag, changes):
+    """As in scripts/zero2.yaml, or a file of `accelerate config`; what the flags say as well is accepted."""
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    said = refused(checks.check, grpo.Args(), 1)
+    assert f"to {value}, which has no effect: leave it out there, and see --{flag}" in said
+    if changes is not None:
+        checks.check(grpo.Args(**changes), 1)
+    monkeypatch.setenv(f"ACCELERATE_{name}", "none")
+    checks.check(grpo.Args(), 1)
+
+
 def test_a_program_that_does_not_train_takes_the_flags_that_every_run_has(place):
     """Evaluating a model has no script, and so no --exp_name: the checks ask for none."""
     checks.check(evaluate.Args(model_name_or_path=str(place / "model"), output_dir=str(place / "runs")), 1)
@@ -126,6 +147,7 @@ CASES = {
         {"total_episodes": 63},
         ["--total_episodes 63", "64", "--num_samples_per_prompt_rollout 8"],
     ),
+    "an empty stop string": ({"stop_strings": ("a", "")}, ["--stop_strings: is empty (an unset shell variable?)"]),
     "no epoch": ({"total_epochs": 0}, ["--total_epochs 0", "above 0"]),
     "episodes and epochs": ({"total_episodes": 640, "total_epochs": 2}, ["--total_episodes", "--total_epochs"]),
     "a step and a half of warm-up": ({"warmup_steps": 1.5}, ["--warmup_steps 1.5", "must be integers", "fraction"]),
@@ -174,7 +196,10 @@ CASES = {
         ["--ground_truth_key answer", "it has: question\n"],
     ),
     # model
-    "missing folder": ({"model_name_or_path": "PLACE/nothing"}, ["--model_name_or_path", "make setup"]),
+    "missing folder": (
+        {"model_name_or_path": "PLACE/nothing"},
+        ["--model_name_or_path", "give a local folder or a hub id"],
+    ),
     "no weights": ({"model_name_or_path": "PLACE/no_weights"}, ["--model_name_or_path", "no weights", "safetensors"]),
     "weights by Git LFS": ({"model_name_or_path": "PLACE/pointer"}, ["--model_name_or_path", "git lfs pull"]),
     "a tokenizer by Git LFS": (

@@ -78,6 +78,22 @@ def test_a_name_with_two_meanings_has_two_answers_and_one_name_a_single_line(cap
     assert one == "error: data.train_batch_size (verl, TinyZero) is --num_unique_prompts_rollout here\n"
 
 
+@pytest.mark.parametrize(
+    "script, name, says",
+    [
+        (grpo, "lr", "lr is --learning_rate here"),
+        (grpo, "critic-learning-rate", "critic_learning_rate is a flag of ppo.py"),
+        (ppo, "advantage_normalization_type", "advantage_normalization_type is --adv_norm here"),
+        (ppo, "filter_zero_std_samples", "filter_zero_std_samples is a flag of grpo.py"),
+    ],
+)
+def test_a_flag_of_the_other_script_is_no_other_frameworks(script, name, says, refused):
+    fields = {f.name for f in dataclasses.fields(script.Args)}
+    if name in fields:
+        pytest.skip("both scripts have it")
+    assert refused(flags.parse, script.Args, words=[f"--{name}", "1"]) == f"error: {says}\n"
+
+
 def test_the_table_is_read_only_for_a_name_that_is_no_flag(monkeypatch, capsys):
     monkeypatch.setattr(other_names, "table", lambda: pytest.fail("the table was read"))
     flags.parse(grpo.Args, words=["--beta", "0.1", "--no-shuffle_mini_batches", "--preset", "verl"])

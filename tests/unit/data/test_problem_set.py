@@ -506,9 +506,10 @@ def test_zeros_are_explained(tmp_path, capsys):
     for s in samples:
         s.response, s.extracted = "It is 77", "77"
     log = logger.RunLog(tmp_path / "run", args, 1, 20, True)
-    for step in range(1, 14):
-        for s in samples:
+    for step in range(1, 19):
+        for place, s in enumerate(samples):
             s.score = 1.0 if step == 7 else -1.0 if step > 8 else 0.0
+            s.score -= place * (step > 12)  # a reward model's: below 0, and not alike
         log.step(STEP | {"step": step, "completions/length_mean": 1.0}, samples, training)
         said = capsys.readouterr().out
         assert ("no score of the last 5 steps is above 0" in said) == (step in (5, 12)), step

@@ -85,6 +85,15 @@ def unsupported(text: str = "no kernel for this model") -> Exception:
     return NotImplementedError(text)
 
 
+@pytest.mark.parametrize(
+    "given, remedy", [(None, "use --rollout hf"), ('{"block_size": 16}', "leave block_size out of")]
+)
+def test_the_remedy_names_the_argument_of_vllm_that_cannot_work(watch, refused, given, remedy):
+    """Leaving it out would do, where the reason is about it."""
+    thread = Scripted(build=[unsupported("No common block size for 16")] * 2)
+    assert remedy in refused(engine_of, thread, watch, vllm_args=given)
+
+
 @pytest.mark.parametrize("when, kind, builds", [
     ("build", NotImplementedError, 1),
     ("push", NotImplementedError, 1),

@@ -257,7 +257,10 @@ def test_every_column_of_a_row_is_part_of_the_data():
 def test_helpers_next_to_a_file_of_the_user_s_are_part_of_the_code(tmp_path, flag):
     """Also one that has the name of a project file, and one that a helper imports."""
     (tmp_path / "world.py").write_text("import helper\nfrom utils import rule\n\n\nclass World:\n    pass\n")
-    (tmp_path / "helper.py").write_text("def f():\n    import below\n")
+    (tmp_path / "helper.py").write_text("def f():\n    import below, package.part\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "part.py").write_text("def f():\n    from package.other import value\n")
+    (tmp_path / "package" / "other.py").write_text("value = 1\n")
     for name in ("below", "utils"):
         (tmp_path / f"{name}.py").write_text("rule = 1\n")
     args = grpo.Args(**{flag: f"{tmp_path / 'world.py'}:World"})
@@ -267,6 +270,8 @@ def test_helpers_next_to_a_file_of_the_user_s_are_part_of_the_code(tmp_path, fla
         "helper.py",
         "below.py",
         "utils.py",
+        "part.py",
+        "other.py",
     }
     (tmp_path / "below.py").write_text("rule = 2\n")
     identity._digests.cache_clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -94,6 +95,20 @@ def test_what_cannot_be_saved_is_rejected_before_a_run(tiny, tmp_path, capsys, s
     spoil(model, tokenizer)
     said = rejected(capsys, saving.check_saving, model, tokenizer, "--model_name_or_path")
     assert f"--model_name_or_path {tiny}" in said and "not saved" in said
+
+
+def test_what_is_saved_can_be_read_by_whoever_may_read_the_folder(tiny, tmp_path):
+    """safetensors gives its files to their owner alone: on a cluster nobody else could use the model."""
+    model = pretrained.load_model(tiny_args(tiny, tmp_path), torch.float32, "sdpa")
+    with saving.written_whole(tmp_path / "model") as beside:
+        model.save_pretrained(beside)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()} == {0o666 & ~current_umask()}
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def test_a_failed_save_leaves_no_partial_folder(tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import check_flags
 import check_functions
 import check_gradient
+import check_learning
 import check_loss
 import check_numbers
 import check_report
@@ -18,12 +19,15 @@ import script_edits
 import torch
 from check_subject import FAIL
 from helpers import write_variant
-from script_edits import ALSO, HARMLESS, MISTAKES, SMALL
+from script_edits import ALSO, HARMLESS, MISTAKES, SMALL, SUBTLE
+
+import grpo
 
 # Edits that need no run to be found -> the finding that must fail.
 FOUND = {
     "KL sign": "KL k3+, fresh",
     "KL of k3 with a wrong sign": "KL k3, fresh",
+    "beta applied twice": "KL coefficient",
     "detached ratio": "gradient",
     "ratio to the sampler": "inputs",
     "sign of the loss": "fresh samples",
@@ -97,8 +101,8 @@ def failing(subject: check_subject.Subject, model, flags: list[str] | None = Non
 @pytest.mark.parametrize("name", FOUND)
 def test_a_mistake_in_a_function_is_found_without_a_run(name, model, tmp_path):
     """The parts run up to the one that finds it."""
-    (edit,) = [edit for edit in (*MISTAKES, *ALSO) if edit.name == name]
-    path = tmp_path / f"edited_{MISTAKES.index(edit) if edit in MISTAKES else 100 + ALSO.index(edit)}.py"
+    (edit,) = [edit for edit in (*MISTAKES, *ALSO, *SUBTLE) if edit.name == name]
+    path = tmp_path / f"edited_{[*FOUND].index(name)}.py"
     path.write_text(edit.text())
     subject = check_subject.load_subject(path, [])
     found = next(f for f in failing(subject, model, [FOUND[name].removeprefix("--")]) if f.name == FOUND[name])
@@ -135,8 +139,14 @@ def test_a_variant_is_named(name, tmp_path):
     assert next(f for f in findings if f.name == "nearest loss").text.startswith(VARIANTS[name])
 
 
+def test_identical_runs_name_the_flags_with_which_an_edit_would_count():
+    words = check_learning.no_effect(grpo.Args())
+    assert "add --num_mini_batches 4" in words and "add --beta 0.1" in words
+    assert "add" not in check_learning.no_effect(grpo.Args(num_mini_batches=4, beta=0.1))
+
+
 def test_every_edit_applies():
-    for edit in (*MISTAKES, *ALSO, *HARMLESS, *SMALL):
+    for edit in (*MISTAKES, *ALSO, *SUBTLE, *HARMLESS, *SMALL):
         compile(edit.text(), edit.name, "exec")
     assert len(MISTAKES) == 10 and len(HARMLESS) >= 12
     with pytest.raises(ValueError, match="no longer has"):
