@@ -95,21 +95,6 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
     return {"max_cudagraph_capture_size": 16 * steps}
 
 
-def attention_backend(config: dict[str, Any], args, dtype: torch.dtype) -> dict[str, str]:
-    """Return the backend for datacenter Blackwell (10.x), where vLLM's choice depends on whether it finds nvcc.
-
-    Empty elsewhere, where the user gives one, and for models (latent attention, attention sinks) that need another.
-    """
-    text = config.get("text_config", config)
-    major, _ = torch.cuda.get_device_capability()
-    own = {"attention_backend", "attention_config"}
-    if major != 10 or dtype == torch.float32:
-        return {}
-    if text.get("kv_lora_rank") is not None or text.get("model_type") == "gpt_oss":
-        return {}
-    return {"attention_backend": "FLASH_ATTN"} if own.isdisjoint(args.engine_args) else {}
-
-
 def as_transformers_reads() -> dict[str, str]:
     """Have vLLM read the files that transformers reads, not Mistral's own or all of them. Returns its arguments."""
     from vllm.model_executor.model_loader import default_loader, weight_utils
@@ -124,19 +109,6 @@ def as_transformers_reads() -> dict[str, str]:
     return dict.fromkeys(("load_format", "config_format", "tokenizer_mode"), "hf")
 
 
-def register_classes(architectures: list[str]) -> None:
-    """Import vLLM's classes of a model in this process, which needs them anyway.
-
-    vLLM would first import them in a process of its own to ask what they support: 15 CPU seconds of the first start on
-    a machine, and of no later one, for it keeps the answers.
-    """
-    from vllm import ModelRegistry
-
-    for name in architectures:
-        if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
-
-
 def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]:
     """Return arguments of vLLM's ``LLM`` for this device, and ``--vllm_args``. Call it in the thread that builds it."""
     cuda = torch.cuda.is_available()
@@ -145,20 +117,17 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
     config = read_configs(args.model, "--model_name_or_path", dry_run=True)[0]
-    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built, also one that is built again
+    if args.vllm_tensor_parallel_size == 1:  # else each engine waits for all to be built
         ExecutorWithExternalLauncher.determine_available_memory = UniProcExecutor.determine_available_memory
     if cuda:
         usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
-        usual |= attention_backend(config, args, dtype)
     else:
         cpu_kernels.save_time_and_memory()
         cache = cpu_cache(args, read_model(args.model), dtype.itemsize, world_size)
         usual = {"kv_cache_memory_bytes": int(cache)}
-        usual["kernel_config"] = cpu_kernels.kernel_config()
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = CPU_BLOCK
-        register_classes(config.get("architectures") or [])
         if not STATES.isdisjoint({*config, *config.get("text_config", {})}):
             usual["enable_prefix_caching"] = False  # it needs chunked prefill, which is off on CPUs (build_vllm)
     if args.config_overrides:

@@ -19,7 +19,6 @@ from helpers import alone, answer, command, end_engine, finish, start_engine
 import grpo
 import utils
 from runtime.data.samples import Sample
-from runtime.engine import cpu_kernels
 from runtime.engine.weights import push_weights, reload_worker
 from runtime.system import watchdog
 from runtime.training import deepspeed_zero, pretrained
@@ -126,28 +125,6 @@ def test_a_sample_depends_on_its_seed_alone(engine):
     other = ask(engine, requests(4))
     assert not any(np.array_equal(other[k].response_ids, s.response_ids) for k, s in all_at_once.items())
     assert len({tuple(s.response_ids) for s in all_at_once.values()}) == len(all_at_once)
-
-
-def test_norms_are_computed_by_the_kernels(engine, monkeypatch):
-    """Two layers: one norm, and four of a sum, in each of the steps; without them a step takes a seventh longer."""
-    from vllm import ir
-
-    calls = []
-    for name in ("rms_norm", "fused_add_rms_norm"):
-        implementation = getattr(ir.ops, name).impls[cpu_kernels.NAME]
-        monkeypatch.setattr(implementation, "impl_fn", noted(calls, name, implementation.impl_fn))
-    ask(engine, requests()[:1], max_tokens=3)
-    assert calls == ["rms_norm", *["fused_add_rms_norm"] * 4] * 3
-
-
-def noted(calls: list[str], name: str, function):
-    """The function, which leaves its name in ``calls``."""
-
-    def note(*arguments):
-        calls.append(name)
-        return function(*arguments)
-
-    return note
 
 
 def test_ends(engine):

@@ -476,49 +476,6 @@ def test_an_evaluation_without_a_run_has_an_engine_on_a_gpu(monkeypatch):
     assert given["gpu_memory_utilization"] == 0.4 and given["max_cudagraph_capture_size"] == 1024
 
 
-BLACKWELL = {"capability": (10, 0)}
-
-
-@pytest.mark.parametrize(
-    "changes, backend",
-    [
-        (BLACKWELL, "FLASH_ATTN"),
-        (
-            {"capability": (10, 3), "dtype": torch.float16, "config": {"text_config": {"model_type": "gemma3_text"}}},
-            "FLASH_ATTN",
-        ),
-        (BLACKWELL | {"dtype": torch.float32}, None),
-        (BLACKWELL | {"config": {"kv_lora_rank": 512}}, None),
-        (BLACKWELL | {"config": {"model_type": "gpt_oss"}}, None),
-        (BLACKWELL | own(attention_backend="TRITON_ATTN"), "TRITON_ATTN"),
-        *(({"capability": capability}, None) for capability in ((8, 0), (8, 9), (9, 0), (12, 0))),
-    ],
-)
-def test_the_attention_of_an_engine_does_not_depend_on_a_compiler(monkeypatch, changes, backend):
-    """On compute capability 10.x vLLM takes FlashInfer where it finds nvcc, and FlashAttention elsewhere."""
-    assert built(grpo, monkeypatch, True, **changes).get("attention_backend") == backend
-
-
-def test_no_process_is_started_to_ask_what_a_model_supports(monkeypatch, tmp_path):
-    """vLLM imports itself once more for that, where its cache has no answer yet."""
-    from vllm.model_executor.models import registry
-
-    def inspected() -> bool:
-        return registry.ModelRegistry.models["Qwen2ForCausalLM"].inspect_model_cls().is_text_generation_model
-
-    def no_process(function):
-        raise AssertionError("vLLM started a process")
-
-    lazy = registry._LazyRegisteredModel("vllm.model_executor.models.qwen2", "Qwen2ForCausalLM")
-    monkeypatch.setitem(registry.ModelRegistry.models, "Qwen2ForCausalLM", lazy)
-    monkeypatch.setattr(registry, "_run_in_subprocess", no_process)
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    with pytest.raises(AssertionError, match="started a process"):
-        inspected()
-    vllm_settings.register_classes(["Qwen2ForCausalLM", "NoSuchModel"])
-    assert inspected()
-
-
 @SCRIPTS
 def test_an_engine_on_a_gpu_starts_without_trying_kernels(script, monkeypatch, tmp_path):
     """FlashInfer would be tried and compiled where nvcc is on PATH, for minutes, and not elsewhere."""
