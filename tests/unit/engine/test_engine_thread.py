@@ -36,6 +36,7 @@ from runtime.training import deepspeed_zero
 from runtime.training.model_files import Model
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
+NO_SPECIAL = SimpleNamespace(added_tokens_decoder={})  # a tokenizer
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 4, "ignore_eos": False, "stop": []}
 
 
@@ -212,14 +213,14 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     monkeypatch.setattr(script.Engine, "start", lambda self: None)
     monkeypatch.setattr(script.Engine, "sleep", lambda self: None)
     monkeypatch.setattr(engine_ranks, "Engines", lambda args, watch: SimpleNamespace(relay=None))
-    engine = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
+    engine = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, NO_SPECIAL, [0], None)
     values = {name: getattr(engine, name) for name in expected}
     if "own" in values:
         values["own"] = list(values["own"])
     assert values == expected
     if changes.get("vllm_sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, None, [0], None)
+        again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, NO_SPECIAL, [0], None)
         assert (engine.restarts, again.restarts) == (2, 0)
 
 
@@ -518,7 +519,7 @@ def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch, change
     sys.setswitchinterval(5e-3)
     try:
         watch = SimpleNamespace(receive=lambda *given: ("ready",))
-        Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, None, [2], watch)
+        Engine(lambda *rest: None, grpo.Args(**changes), torch.float32, NO_SPECIAL, [2], watch)
         assert sys.getswitchinterval() == pytest.approx(interval)
     finally:
         sys.setswitchinterval(before)
@@ -566,7 +567,7 @@ def test_what_the_script_gives_vllm_is_refused_beside_it(script):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
     )
     names = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
-    assert names == set(checks.VLLM_TAKEN)
+    assert names | {"hf_overrides"} == set(checks.VLLM_TAKEN)  # which follows from --override_config
     fields = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {*checks.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()
 
