@@ -1096,7 +1096,7 @@ def hf_thread(args, dtype, rank: int, world_size: int, stop_ids: list[int], inbo
             if kind == "generate":
                 number, requests, sampling = body
                 for prompt_ids, keys, seed in _by_prompt(requests):
-                    if outbox.abandoned:  # another engine has replaced this one
+                    if outbox.closed:
                         return
                     started = time.perf_counter()
                     for answer in _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):

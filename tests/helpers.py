@@ -246,7 +246,7 @@ def end_engines() -> None:
     for engine in [thing for thing in gc.get_objects() if isinstance(thing, Engine)]:
         if not hasattr(engine, "thread"):  # a test made it without starting it
             continue
-        engine.outbox.abandoned = True
+        engine.outbox.closed = True
         engine.inbox.put(("stop",))
         engine.thread.join(10)
 

@@ -102,7 +102,6 @@ class Batch:
 
     def __post_init__(self) -> None:
         self.unfinished = {request[0] for request in self.requests}  # key: (place in ``problems``, sample number)
-        self.arrived: set[tuple[int, int]] = set()
 
 
 def earlier_turns(turns: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Client of the rollout thread: send requests, receive samples, push weights, restart a failed engine."""
+"""Client of the rollout thread: send requests, receive samples, push weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ import torch.distributed as dist
 from runtime.data import prompt_order, rendering
 from runtime.data.samples import Batch, Problem, Sample
 from runtime.system import user_files, watchdog
-from runtime.training.deepspeed_zero import ShardedWeights, copied_to_cpu, weight_bytes
-
-RESTARTS = 2  # times that a failed engine is built again
-PUSH = "acknowledgement of new weights"
-# Exceptions of code that cannot work here, however often it is tried.
-PERMANENT = (AssertionError, AttributeError, ImportError, NotImplementedError, TypeError, ValueError)
+from runtime.training.deepspeed_zero import ShardedWeights, weight_bytes
 
 
 class Engine:
@@ -53,27 +48,15 @@ class Engine:
         self.watch = watch
         self.timeout = args.timeout or math.inf
         self.episodes = args.environment is not None
-        # The ranks of a tensor-parallel engine would have to fail together, and under ZeRO 3 none has all weights.
-        # vLLM gives its sleeping memory to one engine of a process. With engines on other ranks, a rank that fails
-        # ends all of them.
-        sleeps = args.vllm_sleep != "off" and torch.cuda.is_available()
-        alone = args.vllm_tensor_parallel_size == 1 and args.vllm_engines == 0
-        self.restarts = RESTARTS if alone and args.zero_stage < 3 and not sleeps else 0
-        self.failure = ""  # the last reason to build the engine again
         self.untried = args.rollout == "vllm"  # until its first sample: it may not be able to serve this model
         # It samples while this rank trains, in a thread of this process.
         self.beside = args.async_steps > 0 and args.vllm_engines == 0
-        # Whether the pushed tensors change, or leave the GPU, while the engine may still have to be built again.
-        beside_training = args.async_steps > 0 and args.inflight_updates == "off"
-        self.copies_weights = beside_training or args.vllm_sleep == "all"
         self.numbers = itertools.count()
         self.batches: dict[int, Batch] = {}  # asked for and not whole, by their numbers
         self.arrived: deque[tuple[Batch, Sample]] = deque()  # and not handed on
         self.probe_batch: Batch | None = None  # a few tokens to compare with the trainer's, under way
         self.probes: list[Sample] = []  # what has arrived of it
         self.version = 0  # of the weights that were pushed last: step s begins with version s
-        self.weights: list[tuple[str, torch.Tensor]] = []  # these, for an engine that has to be built again
-        self.spare: list[tuple[str, torch.Tensor]] = []  # copies whose memory the next ones may take
         self.acknowledged = 0
         self.pushed_at = time.perf_counter()
         self.tokens = 0  # that arrived since the last push
@@ -92,53 +75,19 @@ class Engine:
         arguments = (*self.arguments, self.inbox, self.outbox)
         self.thread = threading.Thread(target=self.target, args=arguments, daemon=True, name="rollout")
         self.thread.start()
-        self.message("engine")
+        self.receive("engine")
 
-    def message(self, what: str) -> tuple:
+    def receive(self, what: str) -> tuple:
         """Wait for the next message of the engine's thread and return it.
 
-        Exits with code 2 if vLLM cannot be built or take weights, or fails twice before its first sample. Once may be a
-        crash of its own, unless the exception is one of ``PERMANENT``.
+        Raises what the thread raised, and TimeoutError. Exits with code 2 if vLLM fails before its first sample.
         """
         try:
             return self.watch.receive(self.outbox, self.thread, self.timeout, what)
         except watchdog.EngineFailed as error:
-            again = self.failure or self.restarts == 0 or isinstance(error.__cause__, PERMANENT)
-            if self.untried and (what in ("engine", PUSH) or again):
+            if self.untried:
                 watchdog.refuse_engine(error, self.arguments[0].engine_args)
             raise
-
-    def receive(self, what: str, request: tuple | None = None) -> tuple:
-        """Receive a message as ``message`` does, but restart a failed engine. ``request``: what the message answers.
-
-        Raises what the thread raised, and TimeoutError, once RESTARTS are used up or a push failed the same way before.
-        """
-        while True:
-            try:
-                return self.message(what)
-            except (watchdog.EngineFailed, TimeoutError) as error:
-                failure, self.failure = self.failure, str(error.__cause__ or error)
-                if self.restarts == 0 or (what == PUSH and failure == self.failure):
-                    raise
-                self.restarts -= 1
-                watchdog.explain_restart(error, self.restarts)
-            self.restart(request)
-
-    def restart(self, request: tuple | None) -> None:
-        """Build the engine again, and have it draw again, by their seeds, the samples of every batch that is not whole.
-
-        It draws whole batches, so that each is computed as the first time; what had arrived already is dropped.
-        """
-        self.outbox.abandoned = True
-        self.start()
-        if self.weights:
-            self.inbox.put(("weights", self.version, self.weights))
-            self.spare = []  # the new engine may read them for a while
-        for batch in self.batches.values():
-            batch.unfinished = {request[0] for request in batch.requests}
-            self.inbox.put(("generate", batch.number, batch.requests, batch.sampling))
-        if request is not None:
-            self.inbox.put(request)
 
     def ask(
         self,
@@ -165,13 +114,12 @@ class Engine:
 
     def arrivals(self, batch: Batch) -> Iterator[tuple[Batch, Sample]]:
         """Yield (batch, sample) of all samples that arrive until ``batch`` is complete, of other batches too."""
-        until = ("until", batch.number)
-        self.inbox.put(until)
+        self.inbox.put(("until", batch.number))
         while batch.unfinished or self.arrived:
             if self.arrived:
                 yield self.arrived.popleft()
             else:
-                self.take("sample", until)
+                self.take("sample")
 
     def request_probe(self, problems: list[Problem], sampling: dict) -> None:
         """Ask every engine for 4 times 16 tokens from its current weights, without waiting for ``probe_samples``."""
@@ -182,19 +130,18 @@ class Engine:
 
     def probe_samples(self) -> list[Sample]:
         """Wait for the samples that the last ``request_probe`` asked for, and return those of this rank."""
-        until = ("until", self.probe_batch.number)
-        self.inbox.put(until)
+        self.inbox.put(("until", self.probe_batch.number))
         while self.probe_batch.unfinished:
-            self.take("sample", until)
+            self.take("sample")
         found, self.probes = self.probes, []
         return found
 
-    def take(self, what: str, request: tuple | None = None) -> None:
+    def take(self, what: str) -> None:
         """Wait for one message, whichever comes: samples may arrive before an acknowledgement that is waited for.
 
         Raises RuntimeError for log-probs that are not finite, and for what an environment may end a run with.
         """
-        match self.receive(what, request):
+        match self.receive(what):
             case ("sample", number, key, ids, logprobs, finish_reason, versions, *episode):
                 if not math.isfinite(sum(logprobs)):
                     raise RuntimeError("the sampler's log-probs are not finite: its weights are broken")
@@ -203,9 +150,6 @@ class Engine:
                 batch.unfinished.remove(key)
                 if not batch.unfinished:
                     del self.batches[number]
-                if key in batch.arrived:  # before the engine was built again
-                    return
-                batch.arrived.add(key)
                 prompt_ids = batch.problems[key[0]].prompt_ids
                 sample = Sample(*key, prompt_ids, ids, logprobs, finish_reason, versions, *episode)
                 if "fatal" in (sample.outcome or ()):
@@ -232,12 +176,9 @@ class Engine:
         """Give the engine new weights. Returns when it has them: they are the trainer's own tensors."""
         started = time.perf_counter()
         self.version += 1
-        if self.restarts > 0:
-            self.weights = copied_to_cpu(weights, self.spare) if self.copies_weights else weights
-            self.spare = self.weights
         self.inbox.put(("weights", self.version, weights))
         while self.acknowledged != self.version:
-            self.take(PUSH)
+            self.take("acknowledgement of new weights")
         size = weight_bytes(weights) / 2**30
         self.metrics["perf/push_gib"] = size
         self.metrics["perf/push_gib_per_second"] = size / (time.perf_counter() - started)
@@ -245,10 +186,12 @@ class Engine:
     def sleep(self) -> None:
         """Release the engine's GPU memory until the next push."""
         self.inbox.put(("sleep",))
-        while self.receive("sleep of the engine", ("sleep",)) != ("slept",):
+        while self.receive("sleep of the engine") != ("slept",):
             pass
 
     def close(self) -> None:
+        """End the thread, whatever it still had to sample."""
+        self.outbox.closed = True
         self.inbox.put(("stop",))
         self.thread.join(timeout=30)
 

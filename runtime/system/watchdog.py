@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import logging
 import math
 import os
@@ -46,7 +45,7 @@ class EngineFailed(RuntimeError):
 class Mailbox(queue.Queue):
     """Messages to or from the engine's thread."""
 
-    abandoned = False  # nobody reads it any more: another engine has taken this one's place
+    closed = False  # nobody reads it any more: the run has ended
 
     def get(self, block: bool = True, timeout: float | None = None) -> tuple:
         """Return the next message; a thread that has to wait for it leaves the cores to the other."""
@@ -67,19 +66,6 @@ class Outbox(Mailbox):
         if message[0] == "error":
             message = ("error", RuntimeError("".join(traceback.format_exception(message[1]))))
         self.send(message)
-
-
-def explain_restart(error: Exception, left: int) -> None:
-    """Print why an engine failed, and let go of what its traceback holds: the engine, with all its memory."""
-    print(redact("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
-    name = f"rank {torch.distributed.get_rank()}"
-    print(f"warning: {name}: {redact(str(error))}; its engine is restarted ({left} restart(s) left)", flush=True)
-    cause = error.__cause__
-    while cause is not None:
-        traceback.clear_frames(cause.__traceback__)
-        cause = cause.__cause__ or cause.__context__
-    gc.collect()
-    Watch.heartbeat()
 
 
 def refuse_engine(error: Exception, engine_args: Iterable[str] = ()) -> None:

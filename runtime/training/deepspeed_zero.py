@@ -108,25 +108,6 @@ def weight_bytes(weights: NamedWeights | ShardedWeights) -> int:
     return sum(whole_numel(weight) * weight.element_size() for _, weight in entries)
 
 
-def copied_to_cpu(weights: NamedWeights, earlier: NamedWeights) -> NamedWeights:
-    """Copy named weights to CPU memory, page-locked if they come from a GPU. Tied weights are copied once.
-
-    ``earlier``: copies that are not needed any more, whose memory is taken where names and shapes agree.
-    """
-    buffers = dict(earlier)
-    copies: dict[tuple, torch.Tensor] = {}
-    copied = []
-    for name, weight in weights:
-        place = (weight.data_ptr(), weight.shape)
-        if place not in copies:
-            buffer = buffers.get(name)
-            if buffer is None or buffer.shape != weight.shape:
-                buffer = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.is_cuda)
-            copies[place] = buffer.copy_(weight.detach())
-        copied.append((name, copies[place]))
-    return copied
-
-
 def finish_gpu_work() -> None:
     """Wait until the GPU has done everything it was given: CUDA streams of different threads do not wait by themselves.
 

@@ -32,7 +32,6 @@ from runtime.engine import engine_ranks, vllm_settings, weights
 from runtime.engine.client import Engine
 from runtime.environments.episodes import Episodes
 from runtime.system import watchdog
-from runtime.training import deepspeed_zero
 from runtime.training.model_files import Model
 
 SCRIPTS = pytest.mark.parametrize("script", [grpo, ppo])
@@ -179,7 +178,7 @@ def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
     engine = object.__new__(script.Engine)
     engine.inbox = watchdog.Mailbox()
     messages = iter([("weights", 1, 0.0), ("slept",), ("later",)])
-    engine.receive = lambda what, request: next(messages)
+    engine.receive = lambda what: next(messages)
     engine.sleep()
     assert engine.inbox.get_nowait() == ("sleep",)
     assert next(messages) == ("later",)
@@ -189,20 +188,15 @@ def test_what_arrives_before_the_engine_sleeps_is_passed_over(script):
 @pytest.mark.parametrize(
     "rank, world, changes, expected",
     [
-        (1, 4, {}, {"count": 4, "own": [1], "reports": True, "restarts": 2, "copies_weights": False}),
-        (3, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": False, "restarts": 0}),
-        (2, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": True, "restarts": 0}),
+        (1, 4, {}, {"count": 4, "own": [1], "reports": True}),
+        (3, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": False}),
+        (2, 4, {"vllm_tensor_parallel_size": 2}, {"count": 2, "own": [1], "reports": True}),
         (1, 2, {"vllm_engines": 3}, {"count": 3, "own": [1], "reports": True}),
         (
             *(1, 2),
             {"vllm_engines": 2, "vllm_tensor_parallel_size": 2},
             {"count": 2, "own": [1], "reports": True},
         ),
-        (0, 1, {"zero_stage": 3}, {"restarts": 0}),
-        (0, 1, {"async_steps": 1}, {"copies_weights": True}),
-        (0, 1, {"async_steps": 1, "inflight_updates": "keep"}, {"copies_weights": False}),
-        (0, 1, {"vllm_engines": 1}, {"restarts": 0}),
-        (0, 1, {"vllm_sleep": "all"}, {"copies_weights": True}),
         (0, 1, {"timeout": 7.0}, {"timeout": 7.0}),
         (0, 1, {"async_steps": 1}, {"beside": True}),
     ],
@@ -218,10 +212,6 @@ def test_which_engines_a_rank_asks_and_what_it_keeps_for_them(script, monkeypatc
     if "own" in values:
         values["own"] = list(values["own"])
     assert values == expected
-    if changes.get("vllm_sleep", "off") != "off":  # vLLM gives its sleeping memory to one engine of a process
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        again = script.Engine(script.vllm_thread, script.Args(**changes), torch.float32, NO_SPECIAL, [0], None)
-        assert (engine.restarts, again.restarts) == (2, 0)
 
 
 @SCRIPTS
@@ -523,37 +513,6 @@ def test_a_thread_that_computes_does_not_hold_back_the_other(monkeypatch, change
         assert sys.getswitchinterval() == pytest.approx(interval)
     finally:
         sys.setswitchinterval(before)
-
-
-def test_copies_of_pushed_weights_take_the_memory_of_earlier_ones():
-    """Tied weights are copied once; other shapes get memory of their own."""
-    one = torch.ones(4)
-    first = deepspeed_zero.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], [])
-    assert first[0][1] is first[1][1]
-    places = [tensor.data_ptr() for _, tensor in first]
-    one += 1
-    second = deepspeed_zero.copied_to_cpu([("a", one), ("b", one), ("c", torch.zeros(2))], first)
-    assert [tensor.data_ptr() for _, tensor in second] == places
-    assert second[0][1].tolist() == [2.0] * 4
-    third = deepspeed_zero.copied_to_cpu([("a", torch.zeros(5))], second)
-    assert third[0][1].data_ptr() not in places
-
-
-@pytest.mark.parametrize("restarts, copies", [(2, True), (2, False), (0, False)])
-def test_an_engine_keeps_what_it_was_pushed_to_be_built_again(restarts, copies):
-    """The trainer's own tensors, or copies in the memory of those of the push before; nothing if it is not built."""
-    engine = object.__new__(Engine)
-    vars(engine).update(restarts=restarts, copies_weights=copies, version=0, acknowledged=0, spare=[], metrics={})
-    vars(engine).update(inbox=watchdog.Mailbox(), weights=[])
-    engine.take = lambda what: setattr(engine, "acknowledged", engine.version)
-    places = []
-    for value in (1.0, 2.0):
-        pushed = torch.full((3,), value)
-        engine.push([("w", pushed)])
-        assert [weight.tolist() for _, weight in engine.weights] == [[value] * 3] * (restarts > 0)
-        places += [weight.data_ptr() for _, weight in engine.weights]
-        assert (pushed.data_ptr() in places) == (restarts > 0 and not copies)
-    assert not copies or places[0] == places[1]
 
 
 @SCRIPTS
