@@ -73,10 +73,8 @@ class Missed(Exception):
 
 def hook(script: ModuleType, orders: Path) -> None:
     """Put the hooks of some faults into a script. An order is a file; whoever removes it does what its name says."""
-    from runtime.engine import client
     from runtime.run import logger
 
-    client.RESTARTS = 1000
     plain_push = script.push_weights
     plain_loss = script.token_loss
     plain_step = logger.RunLog.step
@@ -500,11 +498,10 @@ def tool_fails(how: str) -> Callable:
     return fault
 
 
-AGAIN = "its engine is restarted"
 ORDERS = {  # what a run says of a hook, and the code that it ends with, if it does
-    "engine_raises": (AGAIN,),
-    "engine_dies": (AGAIN,),
-    "engine_hangs": (AGAIN,),
+    "engine_raises": ("the engine broke on purpose", 1),
+    "engine_dies": ("SystemExit: 3", 1),
+    "engine_hangs": (f"within --timeout {TIMEOUT} s", 1),
     "nan_loss": ("SKIPPED 1",),
     "verifier_hangs": ("killed after 10 s (--call_timeout)",),
     "stall": ("no progress on any rank for", 1),
@@ -515,7 +512,10 @@ FAULTS |= {name: signaled(name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SI
 FAULTS |= {kind: damaged(damage, words) for kind, (damage, words) in DAMAGE.items()}
 FAULTS |= {"torn lines in the logs": damaged(tear_logs, "resuming after step")}
 FAULTS |= {name: ordered(name, *answer) for name, answer in ORDERS.items()}
-PUSHES = {"push_raises": (AGAIN,), "killed_in_a_push": ("", -signal.SIGKILL)}  # with half of the weights in the engine
+PUSHES = {  # with half of the weights in the engine
+    "push_raises": ("the push broke on purpose", 1),
+    "killed_in_a_push": ("", -signal.SIGKILL),
+}
 
 
 def possible(args: argparse.Namespace) -> dict[str, Callable]:

@@ -239,11 +239,18 @@ def own_signals():
             signal.signal(number, handler)
 
 
-def end_engines() -> None:
-    """End the rollout threads that a failed run has left: one that computes while the interpreter ends aborts it."""
-    from runtime.engine.client import Engine
+def leave_nothing() -> None:
+    """End what a failed run has left, as the end of its process does: rollout threads, and the lock of its folder.
 
-    for engine in [thing for thing in gc.get_objects() if isinstance(thing, Engine)]:
+    A thread that computes while the interpreter ends aborts it.
+    """
+    from runtime.engine.client import Engine
+    from runtime.system.process import FolderLock
+
+    things = gc.get_objects()
+    for lock in [thing for thing in things if isinstance(thing, FolderLock)]:
+        lock.release()
+    for engine in [thing for thing in things if isinstance(thing, Engine)]:
         if not hasattr(engine, "thread"):  # a test made it without starting it
             continue
         engine.outbox.closed = True
@@ -281,7 +288,7 @@ def run_here(args, script: str = "grpo") -> list[dict]:
         with quick_start(), own_signals():
             module.main(args, module.preflight(args))
     except BaseException:
-        end_engines()
+        leave_nothing()
         raise
     finally:
         forget_failures()

@@ -84,8 +84,7 @@ class RunFlags:
     """auto: resume from the newest intact checkpoint of this run if the code is unchanged. never: do not resume. PATH:
     resume from this checkpoint, even if the code has changed."""
     timeout: float = 1800.0
-    """End the run if no rank makes progress for this many seconds. An engine that sends nothing for that long is
-    restarted, at most twice; if it cannot be restarted, the run ends. 0 disables."""
+    """End the run if no rank makes progress, or an engine sends nothing, for this many seconds. 0 disables."""
     output_dir: str = field(default_factory=lambda: os.environ.get("RUN_DIR", "runs"))
     """Folder that contains the folders of all runs. Default: the environment variable RUN_DIR, or "runs" without it."""
     run_name: str | None = None

@@ -95,13 +95,9 @@ class Batch:
     number: int  # counts all that this rank's engine was asked for
     problems: list[Problem]
     chosen: list[int]  # their indices in the training data; empty for an evaluation
-    requests: list[tuple]  # (key, prompt ids, seed) of this rank's engine; of an episode also row and opening
-    sampling: dict[str, Any]
+    unfinished: set[tuple[int, int]]  # keys of this rank's requests: (place in ``problems``, sample number)
     scoring: list[tuple] = field(default_factory=list)  # what the verifiers have of this rank's samples
     samples: list[Sample] | None = None  # of all ranks, scored, once they are whole
-
-    def __post_init__(self) -> None:
-        self.unfinished = {request[0] for request in self.requests}  # key: (place in ``problems``, sample number)
 
 
 def earlier_turns(turns: list[dict[str, Any]]) -> list[dict[str, str]]:

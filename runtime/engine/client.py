@@ -106,7 +106,7 @@ class Engine:
                 problem = problems[place]
                 row = [problem.row, problem.opening] if self.episodes and not sampling["ignore_eos"] else []
                 mine.append(((place, number), problem.prompt_ids, seed, *row))
-        batch = Batch(next(self.numbers), problems, chosen or [], mine, sampling)
+        batch = Batch(next(self.numbers), problems, chosen or [], {request[0] for request in mine})
         if mine:
             self.batches[batch.number] = batch
             self.inbox.put(("generate", batch.number, mine, sampling))

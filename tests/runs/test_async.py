@@ -30,7 +30,6 @@ import grpo
 import utils
 from runtime.arguments import checks
 from runtime.data.samples import Problem, Sample
-from runtime.engine import client
 from runtime.system import watchdog
 from runtime.training import model_files
 
@@ -70,10 +69,8 @@ class Script:
 
     def __init__(self, monkeypatch, **answers):
         self.received: list = []
-        self.lives = 0
 
         def thread(args, dtype, rank, world_size, stop_ids, inbox, outbox):
-            self.lives += 1
             outbox.put(("ready",))
             while (message := inbox.get())[0] != "stop":
                 self.received.append(message)
@@ -159,51 +156,6 @@ def test_a_sample_that_nobody_asked_for_is_an_error(monkeypatch, number, key):
     with pytest.raises(KeyError):
         list(engine.arrivals(engine.ask(PROBLEMS, REQUESTS, {})))
     engine.close()
-
-
-def test_an_engine_that_is_built_again_gets_weights_and_every_unfinished_batch(monkeypatch, capsys):
-    """In the order of before; samples that had arrived come once; the last failure ends the run."""
-    state = {"fails": True, "asked": {}}
-
-    def generate(number, requests, sampling):
-        state["asked"][number] = [key for key, _, _ in requests]
-        return []
-
-    def until(number):
-        yield from (answer(number, key) for key in state["asked"][number][:4])
-        if state["fails"]:
-            raise_in_thread()
-        yield from (answer(number, key) for key in state["asked"][number][4:])
-
-    def raise_in_thread():
-        raise SystemExit
-
-    script = Script(
-        monkeypatch, generate=generate, until=until, weights=lambda version, tensors: [("weights", version, 0.0)]
-    )
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(client, "RESTARTS", 1)
-    engine = script.engine()
-    engine.version = 4
-    engine.push([("a", torch.ones(2))])
-    first, second = engine.ask(PROBLEMS, REQUESTS, {}), engine.ask(PROBLEMS[:1], REQUESTS[:2], {"top_k": 3})
-    arrivals = engine.arrivals(first)
-    assert len([next(arrivals) for _ in range(4)]) == 4
-    state["fails"] = False
-    script.received.clear()
-    before = engine.outbox
-    rest = keys(arrivals)
-    assert before.abandoned and not engine.outbox.abandoned, "the engine before, which may still work, is let go"
-    assert engine.spare == []
-    assert rest == [(2, 0), (2, 1)] and script.lives == 2
-    kinds = [(m[0], m[1]) for m in script.received]
-    assert kinds == [("weights", 5), ("generate", 0), ("generate", 1), ("until", 0)]
-    assert script.received[1][2] == first.requests and script.received[2][3] == {"top_k": 3}
-    assert "is restarted" in capsys.readouterr().out
-    state["fails"] = True
-    with pytest.raises(watchdog.EngineFailed):
-        list(engine.arrivals(engine.ask(PROBLEMS, REQUESTS, {})))
-    assert second.unfinished
 
 
 def test_versions_of_tokens():
@@ -382,33 +334,34 @@ FAILING = [("grpo", AHEAD), pytest.param("grpo", SMALL, marks=SLOW), pytest.para
 
 @pytest.mark.integration
 @pytest.mark.parametrize("script, changes", FAILING, ids=["ahead", "synchronous", "ppo"])
-def test_a_run_whose_engine_fails_equals_the_straight_one(straight, tiny, tmp_path, monkeypatch, script, changes):
-    """It fails in the middle of a training batch and of an evaluation; numbers, samples and weights are the same."""
+def test_a_run_whose_engine_fails_ends_and_its_resumption_equals_the_straight_one(
+    straight, tiny, tmp_path, monkeypatch, capfd, script, changes
+):
+    """It fails in the middle of an evaluation and of training batches; numbers, samples and weights are the same."""
     expected = straight(script, changes)
-    calls = fail_at(monkeypatch, 2, 14)
-    failing = tiny_args(tiny, tmp_path / "failing", script, **changes)
+    fail_at(monkeypatch, 2, 20, 34)
+    failing = tiny_args(tiny, tmp_path / "failing", script, **changes, save_every=1)
+    for _ in range(3):
+        with pytest.raises(watchdog.EngineFailed):
+            run_here(failing, script)
+        assert "ValueError: the engine broke on purpose" in capfd.readouterr().err
     run_here(failing, script)
-    assert len(calls) > 30, "what was asked for was asked for again"
+    assert "resuming after step" in capfd.readouterr().out
     same(expected, folder_of(failing, script))
 
 
 @pytest.mark.integration
-def test_an_engine_that_hangs_is_built_again(straight, tiny, tmp_path, monkeypatch):
+def test_a_run_whose_engine_hangs_ends_and_its_resumption_equals_the_straight_one(
+    straight, tiny, tmp_path, monkeypatch, capfd
+):
     expected = straight("grpo", AHEAD)
-    hangs = threading.Event()
-    fail_at(monkeypatch, 7, how=lambda: hangs.wait(60))
-    failing = tiny_args(tiny, tmp_path / "failing", **AHEAD, timeout=2.0)
+    fail_at(monkeypatch, 20, how=lambda: threading.Event().wait(6))
+    failing = tiny_args(tiny, tmp_path / "failing", **AHEAD, save_every=1, timeout=2.0)
+    with pytest.raises(TimeoutError, match="within --timeout 2 s"):
+        run_here(failing)
     run_here(failing)
-    hangs.set()
+    assert "resuming after step" in capfd.readouterr().out
     same(expected, folder_of(failing))
-
-
-def test_after_the_last_restart_the_run_ends(tiny, tmp_path, monkeypatch, capfd):
-    fail_at(monkeypatch, *range(5, 40))
-    with pytest.raises(RuntimeError, match="the rollout thread failed"):
-        run_here(tiny_args(tiny, tmp_path, **SMALL))
-    text = capfd.readouterr()
-    assert text.out.count("its engine is restarted") == 2 and "broke on purpose" in text.err
 
 
 # --------------------------------------------------------------------------------------- vLLM, in processes of its own

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -384,32 +383,6 @@ def test_what_a_rank_that_waits_for_its_engine_hears(message, failure, lives, er
         return
     with pytest.raises(error, match=words):
         watchdog.Watch.receive(watch, outbox, engine, 0.1, "an answer")
-
-
-def test_a_failed_engine_is_freed_before_the_next_is_built(monkeypatch):
-    """Its memory is held by the frames of the errors, also of one in whose handling another was raised."""
-    built = []
-
-    def build() -> None:
-        engine = {1}.union([2])
-        built.append(weakref.ref(engine))
-        raise ValueError("no memory")
-
-    def start() -> None:
-        try:
-            build()
-        except ValueError:
-            raise RuntimeError("no engine")  # noqa: B904
-
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    try:
-        try:
-            start()
-        except RuntimeError as error:
-            raise watchdog.EngineFailed("the rollout thread failed") from error
-    except watchdog.EngineFailed as failure:
-        watchdog.explain_restart(failure, 1)
-        assert built[0]() is None
 
 
 def test_a_rank_that_leaves_says_why(monkeypatch, capfd):
