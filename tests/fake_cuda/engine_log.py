@@ -154,7 +154,6 @@ def watch_start() -> None:
     @functools.wraps(take)
     def taken(args) -> None:
         take(args)
-        vllm_settings.take_gpu = take  # once: an engine may be built again
         watch_engine()
 
     vllm_settings.take_gpu = taken

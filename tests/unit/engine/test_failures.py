@@ -6,6 +6,7 @@ The thread is a stand-in that answers each message as told; the client, its thre
 from __future__ import annotations
 
 import threading
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ def watch(monkeypatch):
 
 class Words:
     """A tokenizer of one word."""
+
+    added_tokens_decoder = MappingProxyType({})
 
     def decode(self, ids, **options):
         return "x"
