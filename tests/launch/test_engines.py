@@ -1,4 +1,4 @@
-"""Submissions of scripts/submit.py, read by the engines themselves: a running Ray, SkyPilot's and Beaker's own parsers.
+"""Submissions of scripts/submit.py, read by the engines themselves: a running Ray, SkyPilot's own parsers.
 
 `make test-engines` installs them, next to the Slurm of tests/launch/test_slurm.py.
 """
@@ -129,24 +129,3 @@ def test_skypilot_reads_what_is_written(tmp_path, flags, nodes, kinds):
     name, found, resources = sky_reads(tmp_path, flags)
     assert name.startswith("grpo-") and found == nodes
     assert all(any(kind in text for text in resources) for kind in kinds), resources
-
-
-BEAKER = """
-import sys, warnings
-warnings.simplefilter("error")
-from beaker import BeakerExperimentSpec
-spec = BeakerExperimentSpec.from_file(sys.argv[1])
-(task,) = spec.tasks
-print(task.replicas, task.result.path, [(v.name, v.secret) for v in task.env_vars])
-"""
-
-
-@needs("beaker")
-def test_beaker_reads_what_is_written(tmp_path):
-    flags = "--cluster ai2/jupiter ai2/saturn --workspace ai2/rl --budget ai2/rl --priority high --preemptible "
-    flags += "--num_nodes 2 --gpus 8 --timeout 2h30m --image me/rlvr --mount b:/runs --secret HF_TOKEN=me_HF_TOKEN"
-    plan = submit.render(job_of("beaker", flags))
-    (tmp_path / "b.yaml").write_text(next(text for name, text in plan.files.items() if name.endswith("beaker.yaml")))
-    done = engine(BEAKER, str(tmp_path / "b.yaml"))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 /results [('HF_TOKEN', 'me_HF_TOKEN')]" in done.stdout
