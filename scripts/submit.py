@@ -147,7 +147,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
     add(everywhere, "--name", type=name, help="name of the job; default: the script's name")
     add(everywhere, "--run_dir", type=folder, help="folder of results and logs; default: runs/jobs/<run id>")
     add("local slurm", "--workdir", help="folder to run in; default: this one")
-    add(everywhere, "--setup", metavar="SHELL", help="shell to run before each start, such as 'source setup.sh'")
+    add(everywhere, "--setup", default="", metavar="SHELL", help="shell to run before each start: 'source setup.sh'")
     where = "slurm: partition, skypilot: infra, several for a choice; ray: address"
     several = {"action": "extend", "nargs": "+", "default": []}
     add("slurm ray skypilot", "--cluster", "--partition", **several, help=where)
@@ -344,9 +344,9 @@ def add_code(job: Job, folder: Path) -> None:
     """
     copied = job.backend in ("local", "slurm") and not job.live
     job.tree = None
-    words = [word for command in job.commands for word in command] + (job.setup or "").split()
+    words = [word for command in job.commands for word in command]
     try:
-        base, tree = submit_snapshot.take(folder, words)
+        base, tree = submit_snapshot.take(folder, words + job.setup.split())
     except ValueError as error:
         if copied:
             refuse(f"git cannot copy the code in {folder} ({error}); run git init there, or use --live to run in it")
@@ -357,7 +357,7 @@ def add_code(job: Job, folder: Path) -> None:
     job.git = {"commit": commit, "dirty": tree != base, "diff": diff} if commit else {}
     job.tree = tree if copied else None
     if copied:
-        check_outside([word for command in job.commands for word in command], folder)
+        check_outside(words, folder)
         given = dict(job.env).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         paths = [os.path.realpath(path) for path in given.split(":") if path]
         moved = [copied_path(path, job) for path in paths]
@@ -399,7 +399,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
         if name not in environ:
             refuse(f"--secret {name}: not set in this shell; export it first")
     words = [word for line in (*job.commands, plan.command, *job.env) for word in line]
-    texts = {"a command, --env or --setup": "\0".join([*words, job.setup or ""]), **plan.files}
+    texts = {"a command, --env or --setup": "\0".join([*words, job.setup]), **plan.files}
     for name, value in environ.items():
         shortest = 4 if name in job.secret else 8  # a shorter value may be a word of any text
         is_secret = name in job.secret or SECRET_NAME.search(name)
@@ -411,7 +411,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
                     f"the value of {name} is in {where}; name it with --secret {name} and let the program "
                     f"read it from its environment"
                 )
-    for line in (*job.commands, *job.env, [job.setup or ""]):
+    for line in (*job.commands, *job.env, [job.setup]):
         if form := form_of_secret(line):
             refuse(
                 f"{form} is in a command, --env or --setup, which are written down; let the program read it from its "
@@ -421,8 +421,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
 
 def show(plan: Plan, job: Job) -> str:
     """Format the plan as text: the command as a line of shell; with --verbose every file in full."""
-    hidden = "".join(f"{name}=*** " for name in job.secret)
-    line = hidden + shlex.join(plan.command)
+    line = "".join(f"{name}=*** " for name in job.secret) + shlex.join(plan.command)
     if not job.verbose:
         return f"# would run {line}"
     copy = [] if job.tree is None else [f"# would copy the code, tree {job.tree} of git, to {job.folder}/code\n"]
@@ -548,8 +547,7 @@ def main(argv: list[str]) -> int:
         return 0
     if shutil.which(plan.command[0]) is None:
         refuse(f"--backend {job.backend}: {plan.command[0]} is not installed here; --dry_run needs no cluster")
-    if job.backend == "slurm":
-        check_dependencies(job)
+    check_dependencies(job)
     check_no_other(job)
     write(plan, job)
     print(f"{job.run_id}: {job.folder}", file=sys.stderr, flush=True)

@@ -176,14 +176,13 @@ def node_script(
     address: str = "127.0.0.1",
     port: str = "$(free_port)",
     task: str | None = None,
-    restarts: int = 0,
     together: int = 1,
     ask: str = 'kill -TERM "$child" 2>/dev/null',
 ) -> str:
     """Return the script of one node. ``rank``, ``address``, ``port`` and ``task`` are the backend's shell expressions.
 
-    task: the number of the command to run, from 0; None runs all in turn. restarts: how often a command that exits
-    with 75 is started again right here. together: the number of nodes that the backend ends when the first leaves.
+    task: the number of the command to run, from 0; None runs all in turn. together: the number of nodes that the
+    backend ends when the first leaves.
     """
     folder = f"{job.mount[0][1].rstrip('/')}/{job.run_id}" if job.mount else job.run_dir  # the mount outlives the node
     several = job.processes > 1
@@ -210,7 +209,7 @@ def node_script(
         "setup": job.setup or "true",
         "commands": "\n".join(command_function(i, c, job) for i, c in zip(numbers, job.commands, strict=True)),
         "submitted": job.submitted,
-        "restarts": restarts,
+        "restarts": 0 if job.backend == "slurm" else job.max_retries,  # Slurm requeues the job instead
         "together": together,
         "grace": GRACE,
         "numbers": " ".join(map(str, numbers)) if task is None else f"$(({task} + 1))",
@@ -229,7 +228,7 @@ def options(fields: dict[str, Any]) -> list[str]:
 def local(job: Job) -> Plan:
     """Plan a job on this machine: the script in a session of its own, the secrets already in the environment."""
     path = f"{job.folder}/job.sh"
-    return Plan({path: node_script(job, restarts=job.max_retries)}, ["bash", path])
+    return Plan({path: node_script(job)}, ["bash", path])
 
 
 def slurm(job: Job) -> Plan:
@@ -305,7 +304,7 @@ def ray(job: Job) -> Plan:
         "entrypoint-memory": None if job.mem is None else job.mem * 2**30,
         "runtime-env": path,
     }
-    script = base64.b64encode(node_script(job, restarts=job.max_retries).encode()).decode()
+    script = base64.b64encode(node_script(job).encode()).decode()
     text = fill("ray.yaml", in_yaml, {"script": script, "grace": GRACE})
     words = ["ray", "job", "submit", "--no-wait", *address, *options(submit), *job.scheduler_args]
     verbs = {"logs": "logs", "status": "status", "cancel": "stop"}
@@ -337,7 +336,7 @@ def skypilot(job: Job) -> Plan:
         "volume_path": [path for _, path in volumes],
         "infra": job.cluster[0] if len(job.cluster) == 1 else None,
         "choice": job.cluster if len(job.cluster) > 1 else None,
-        "script": node_script(job, **place, restarts=job.max_retries),
+        "script": node_script(job, **place),
     }
     path = f"{job.folder}/sky.yaml"
     secrets = [word for name in job.secret for word in ("--secret", name)]

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from helpers import until
 from ray_head import ADDRESS, ENGINES, RayHead, reason_for_none
-from submitted_jobs import SUBMIT, job_of, submit
+from submitted_jobs import SUBMIT, job_of, repository, submit
+
+from runtime.system import git
 
 pytestmark = pytest.mark.engines
 needs = lambda tool: pytest.mark.skipif(bool(reason_for_none(tool)), reason=reason_for_none(tool) or "there")  # noqa: E731
@@ -41,14 +43,12 @@ def test_words_and_variables_arrive_on_ray(ray, tmp_path):
     """Ray replaces what looks like a variable of its own in everything that it is given as an environment."""
     program = "import json, os, sys; found = [sys.argv[2:], os.environ['X'], os.environ['CODE_COMMIT']]; "
     program += "json.dump(found, open(sys.argv[1], 'w'))"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["commit", "-qm", "one", "--allow-empty"]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    repository(tmp_path)
     out = tmp_path / "out.json"
     value = "a $HOME 'b' \"c\" ${PATH}"
     job = ray_job(ray, tmp_path, "--env", f"X={value}", "--", sys.executable, "-c", program, str(out), *DOLLARS)
     ray.succeed(job)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    commit = git.output(tmp_path, "rev-parse", "HEAD").strip()
     assert json.loads(out.read_text()) == [DOLLARS, value, commit]
 
 

@@ -21,7 +21,7 @@ import submit_backends
 from helpers import ROOT, alive, until
 from submitted_jobs import COMMAND, SUBMIT, in_place, job_of, refused, repository, script_of, submit, with_changes
 
-from runtime.system import process
+from runtime.system import git, process
 
 SECRET = "hf_9f8e7d6c5b4a"
 NASTY = [
@@ -620,15 +620,10 @@ def test_local_leaves_no_process_behind(tmp_path):
 
 
 def test_git_state_is_recorded(tmp_path):
-    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,  # noqa: E731
-                                        check=True, capture_output=True, text=True).stdout  # fmt: skip
-    git("init", "-q")
-    (tmp_path / "file").write_text("one\n")
-    git("add", "file")
-    git("commit", "-qm", "first")
+    repository(tmp_path, file="one\n")
     run_local(tmp_path, "--run_dir", "r", "--", "true")
     record = json.loads(only(tmp_path / "r", "submit.json").read_text())
-    assert record["git"] == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    assert record["git"] == {"commit": git.output(tmp_path, "rev-parse", "HEAD").strip(), "dirty": False}
     assert not list((tmp_path / "r").glob("*/uncommitted.patch"))
     (tmp_path / "file").write_text("two\n")
     run_local(tmp_path, "--run_dir", "r", "--", "true")
