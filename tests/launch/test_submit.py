@@ -117,6 +117,16 @@ def test_what_is_saved_outlives_the_machine(tmp_path, monkeypatch, capsys):
         assert ("no --mount" in capsys.readouterr().err) == warns
 
 
+@pytest.mark.parametrize(
+    "line, warns",
+    [("python a.py", True), ("python a.py --output_dir=s3://b -- python b.py", True), ("true", False)]
+    + [(f"python a.py {flag}", False) for flag in ("--output_dir /x", "--output-dir=s3://b")],
+)
+def test_results_that_ray_deletes_are_warned_of(line, warns, capsys):
+    submit.warn(job_of("ray", "", *[command.split() for command in line.split(" -- ")]))
+    assert ("without an absolute --output_dir" in capsys.readouterr().err) == warns
+
+
 def test_a_task_has_a_name_that_skypilot_takes():
     for name in ("7b", "a" * 80, "x_Y.z", "9" * 60):
         rendered = submit_backends.dns_name(job_of("skypilot", f"--name {name}"))
