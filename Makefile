@@ -35,7 +35,7 @@ test-all: setup
 test-gpu: setup
 	$(PYTHON_BIN) -m pytest -v -rs -m gpu $(ARGS)
 
-# Real Slurm, Ray, and the parsers of SkyPilot and Beaker; installs them, those of PyPI into an environment of their own
+# Real Slurm, Ray, and the parsers of SkyPilot; installs them, those of PyPI into an environment of their own
 test-engines: setup
 	@command -v slurmctld >/dev/null || (apt-get update -q && apt-get install -yq slurmctld slurmd slurm-client munge iproute2)
 	@[ -x .engines/bin/ray ] || (python3 -m venv .engines && .engines/bin/pip install -q -r requirements-engines.txt)

@@ -47,7 +47,6 @@ from submit_backends import BACKENDS, GRACE, PYTHON, Job, Plan, copied_path, fil
 from runtime.system import git
 from runtime.system.redaction import FORMS, SECRET_NAME, names_secret
 
-LONGEST_CODE = 100_000  # bytes; Linux takes 131,072 as one argument, and Beaker makes the whole script one
 HELD = 73  # exit code: this command still waits or runs (EX_CANTCREAT)
 GOING = re.compile("PENDING|RUNNING|SUSPENDED|COMPLETING|CONFIGURING|REQUEUE|STAGE_OUT|STOPPED|PREEMPTED|SIGNALING")
 # Variables that a launcher or an allocation around this shell has set, and that would be wrong in the job.
@@ -121,18 +120,11 @@ def variable(text: str) -> tuple[str, str]:
     return name, value if equals else os.environ[name]
 
 
-def secret_name(text: str) -> tuple[str, str]:
-    """Return (variable, name in the cluster's store) of ``NAME``, or of ``NAME=STORE_NAME``; never a value."""
-    name, equals, store = text.partition("=")
-    store = store if equals else name
-    if not re.fullmatch(r"[A-Za-z_]\w*", name) or not re.fullmatch(r"[A-Za-z_][\w-]*", store):
-        raise argparse.ArgumentTypeError(f"{name}: write a name only; {SECRET_IS}")
-    if equals and (not SECRET_NAME.search(store) or store in os.environ.values()):
-        raise argparse.ArgumentTypeError(f"{name}: write a name only, or NAME=STORE_NAME as in me_{name}; {SECRET_IS}")
-    return name, store
-
-
-SECRET_IS = "export the value in this shell or put it into the cluster's store"
+def secret_name(text: str) -> str:
+    """Return the name of a secret; the error for ``NAME=VALUE`` does not show the value."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", text):
+        raise argparse.ArgumentTypeError(f"{text.partition('=')[0]}: write a name only; export the value in this shell")
+    return text
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
@@ -154,36 +146,35 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
     add(everywhere, "--backend", required=True, choices=BACKENDS, help="where to run")
     add(everywhere, "--name", type=name, help="name of the job; default: the script's name")
     add(everywhere, "--run_dir", type=folder, help="folder of results and logs; default: runs/jobs/<run id>")
-    add("local slurm beaker", "--workdir", help="folder to run in, on the node; default: this one, or the image's")
-    add(everywhere, "--setup", metavar="SHELL", help="shell to run before each start, such as 'source setup.sh'")
-    where = "slurm: partition, skypilot: infra, beaker: cluster, several for a choice; ray: address"
+    add("local slurm", "--workdir", help="folder to run in; default: this one")
+    add(everywhere, "--setup", default="", metavar="SHELL", help="shell to run before each start: 'source setup.sh'")
+    where = "slurm: partition, skypilot: infra, several for a choice; ray: address"
     several = {"action": "extend", "nargs": "+", "default": []}
-    add("slurm ray skypilot beaker", "--cluster", "--partition", **several, help=where)
-    add("beaker", "--workspace", help="beaker: workspace")
-    add("slurm beaker", "--account", "--budget", help="account that pays")
-    add("slurm beaker", "--priority", "--qos", help="slurm: QOS, beaker: priority")
-    add("skypilot beaker", "--preemptible", action="store_true", help="accept machines that can be taken away")
-    add("slurm skypilot beaker", "--num_nodes", type=int, default=1, help="number of nodes")
+    add("slurm ray skypilot", "--cluster", "--partition", **several, help=where)
+    add("slurm", "--account", help="account that pays")
+    add("slurm", "--qos", help="quality of service")
+    add("skypilot", "--preemptible", action="store_true", help="accept machines that can be taken away")
+    add("slurm skypilot", "--num_nodes", type=int, default=1, help="number of nodes")
     add(everywhere, "--gpus", type=gpu_count, default=(None, 0), help="GPUs per node: 8, or with a type h100:8")
-    add("slurm ray skypilot beaker", "--cpus", type=int, help="CPU cores per node; slurm: 8 for each GPU if left out")
-    add("slurm ray skypilot beaker", "--mem", type=gibibytes, help="memory per node: 64G")
-    add("slurm beaker", "--time", "--timeout", type=seconds, help="time limit: 90m, 12h, 2h30m or 1-12:00:00")
-    add("skypilot beaker", "--image", help="container image; beaker: an image there, or docker:NAME")
-    where = "storage that outlives the job; skypilot: bucket (s3://...) or volume, beaker: weka bucket"
+    add("slurm ray skypilot", "--cpus", type=int, help="CPU cores per node; slurm: 8 for each GPU if left out")
+    add("slurm ray skypilot", "--mem", type=gibibytes, help="memory per node: 64G")
+    add("slurm", "--time", type=seconds, help="time limit: 90m, 12h, 2h30m or 1-12:00:00")
+    add("skypilot", "--image", help="container image")
+    where = "storage that outlives the job: a bucket (s3://...) or a volume"
     each = {"action": "append", "default": []}
-    add("skypilot beaker", "--mount", type=source_and_path, **each, metavar="SOURCE:/PATH", help=where)
+    add("skypilot", "--mount", type=source_and_path, **each, metavar="SOURCE:/PATH", help=where)
     where = "environment variable; without a value: this shell's"
     add(everywhere, "--env", type=variable, **each, metavar="NAME[=VALUE]", help=where)
-    where = "secret, by name only; beaker: NAME=NAME_IN_THE_STORE; see docs/launching.md"
-    add("local slurm skypilot beaker", "--secret", type=secret_name, **each, metavar="NAME", help=where)
+    where = "secret, by name only; its value is taken from this shell"
+    add("local slurm skypilot", "--secret", type=secret_name, **each, metavar="NAME", help=where)
     where = "starts after an exit code of 75 or a crash with a new checkpoint; 0 disables"
     add(everywhere, "--max_retries", type=int, default=10, help=where)
     add("slurm", "--depends_on", **each, metavar="ID", help="start when this job has succeeded")
     add("slurm", "--array_parallelism", type=int, metavar="N", help="make each command a task, N at a time")
     add("local slurm", "--live", action="store_true", help="run in this folder itself, not in a copy of its code")
-    where = "words passed to sbatch, `ray job submit`, `sky jobs launch` or `beaker experiment create` as they are"
+    where = "words passed to sbatch, `ray job submit` or `sky jobs launch` as they are"
     options = {"type": shlex.split, "default": [], "metavar": "'WORDS'"}
-    add("slurm ray skypilot beaker", "--scheduler_args", **options, help=where)
+    add("slurm ray skypilot", "--scheduler_args", **options, help=where)
     add(everywhere, "--dry_run", action="store_true", help="print what would be run, and stop")
     add(everywhere, "--verbose", action="store_true", help="with --dry_run: also print every file, in full")
     return p, takes
@@ -278,10 +269,8 @@ def check_backend(args: Job) -> None:
     gpu_type, gpus = args.gpus
     if backend == "skypilot" and gpus > 0 and gpu_type is None:
         refuse(f"--gpus {gpus}: skypilot needs a type, for example --gpus H100:{gpus}")
-    if backend in ("local", "ray", "beaker") and gpu_type is not None:
-        refuse(f"--gpus {gpu_type}:{gpus}: --backend {backend} takes a number only; choose the type by --cluster")
-    if backend == "beaker" and args.image is None:
-        refuse("--image: --backend beaker needs one, with the packages and this repository in it")
+    if backend in ("local", "ray") and gpu_type is not None:
+        refuse(f"--gpus {gpu_type}:{gpus}: --backend {backend} takes a number only; write --gpus {gpus}")
     if backend == "ray" and len(args.cluster) > 1:
         refuse(f"--cluster {' '.join(args.cluster)}: --backend ray takes one")
     if backend == "slurm" and args.time is not None and args.time <= GRACE + 60:
@@ -289,8 +278,6 @@ def check_backend(args: Job) -> None:
             f"--time: {args.time} s are too few: Slurm asks the job to stop {GRACE} to {GRACE + 60} s before the end, "
             f"so that it can save; give at least {GRACE // 60 + 2}m"
         )
-    if backend != "beaker" and any(name != store for name, store in args.secret):
-        refuse("--secret NAME=STORE_NAME: only beaker keeps secrets under other names; write --secret NAME")
 
 
 def make_job(job: Job, commands: list[list[str]], parses: bool = False) -> Job:
@@ -301,11 +288,11 @@ def make_job(job: Job, commands: list[list[str]], parses: bool = False) -> Job:
     if not commands or not all(commands):
         refuse("no command; write it after --, for example: submit.py --backend local -- python grpo.py --beta 0.03")
     here = job.backend in ("local", "slurm")  # the files written here are those that run
-    folder = Path(os.path.abspath(job.workdir or ".") if here else os.getcwd())
+    folder = Path(os.path.abspath(job.workdir or "."))
     runs = []
     for command in commands:
         check_command(command)
-        if parses and job.backend != "beaker":
+        if parses:
             check_script(command, folder)
         if parses and folder == Path.cwd():
             runs.append(check_arguments(command))
@@ -326,8 +313,6 @@ def make_job(job: Job, commands: list[list[str]], parses: bool = False) -> Job:
         job.workdir = str(folder)
     job.submitted = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     job.commands = commands
-    job.stores = [store for _, store in job.secret]
-    job.secret = [name for name, _ in job.secret]
     job.gpu_type, job.gpus = job.gpus
     if job.processes > 1:
         for command in commands:
@@ -353,15 +338,15 @@ def check_outside(words: list[str], folder: Path) -> None:
 
 
 def add_code(job: Job, folder: Path) -> None:
-    """Add the code of a job: its state for the record, its tree of git, and the changes that an image does not have.
+    """Add the code of a job: its state for the record, and its tree of git if it runs in a copy.
 
-    Outside a repository a job can only run in the folder itself, in an upload or in an image.
+    Outside a repository a job can only run in the folder itself or in an upload.
     """
     copied = job.backend in ("local", "slurm") and not job.live
-    job.tree = job.code = None
-    words = [word for command in job.commands for word in command] + (job.setup or "").split()
+    job.tree = None
+    words = [word for command in job.commands for word in command]
     try:
-        base, tree = submit_snapshot.take(folder, words)
+        base, tree = submit_snapshot.take(folder, words + job.setup.split())
     except ValueError as error:
         if copied:
             refuse(f"git cannot copy the code in {folder} ({error}); run git init there, or use --live to run in it")
@@ -372,19 +357,12 @@ def add_code(job: Job, folder: Path) -> None:
     job.git = {"commit": commit, "dirty": tree != base, "diff": diff} if commit else {}
     job.tree = tree if copied else None
     if copied:
-        check_outside([word for command in job.commands for word in command], folder)
+        check_outside(words, folder)
         given = dict(job.env).get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         paths = [os.path.realpath(path) for path in given.split(":") if path]
         moved = [copied_path(path, job) for path in paths]
         if moved != paths:
             job.env = [*(pair for pair in job.env if pair[0] != "PYTHONPATH"), ("PYTHONPATH", ":".join(moved))]
-    if job.backend == "beaker" and not any(f"{job.workdir}/".startswith(f"{p.rstrip('/')}/") for _, p in job.mount):
-        job.code = submit_snapshot.changed_code(folder, base, tree)
-        if job.code is not None and len(job.code) > LONGEST_CODE:
-            refuse(
-                f"{len(job.code)} bytes of code that the image does not have, more than the {LONGEST_CODE} that travel "
-                f"with a job; build the image from them, or put the code on a --mount and name its folder by --workdir"
-            )
 
 
 # --------------------------------------------------------------------------------------------------------- submission
@@ -395,7 +373,7 @@ def render(job: Job) -> Plan:
     plan = BACKENDS[job.backend](job)
     state = {name: value for name, value in job.git.items() if name != "diff"}
     record = vars(job) | {"git": state, "run": shlex.join(plan.command), "follow": plan.follow}
-    del record["code"], record["dry_run"], record["verbose"]  # the difference says the same as the code, to be read
+    del record["dry_run"], record["verbose"]
     files = plan.files | {f"{job.folder}/submit.json": json.dumps(record, indent=1) + "\n"}
     if diff := job.git.get("diff"):
         files[f"{job.folder}/uncommitted.patch"] = diff
@@ -417,11 +395,11 @@ def form_of_secret(words: list[str]) -> str:
 
 def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
     """Reject a submission where a secret is missing, or where the value of one would be written down or shown."""
-    for name in plan.from_shell:
+    for name in job.secret:
         if name not in environ:
             refuse(f"--secret {name}: not set in this shell; export it first")
     words = [word for line in (*job.commands, plan.command, *job.env) for word in line]
-    texts = {"a command, --env or --setup": "\0".join([*words, job.setup or ""]), **plan.files}
+    texts = {"a command, --env or --setup": "\0".join([*words, job.setup]), **plan.files}
     for name, value in environ.items():
         shortest = 4 if name in job.secret else 8  # a shorter value may be a word of any text
         is_secret = name in job.secret or SECRET_NAME.search(name)
@@ -433,7 +411,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
                     f"the value of {name} is in {where}; name it with --secret {name} and let the program "
                     f"read it from its environment"
                 )
-    for line in (*job.commands, *job.env, [job.setup or ""]):
+    for line in (*job.commands, *job.env, [job.setup]):
         if form := form_of_secret(line):
             refuse(
                 f"{form} is in a command, --env or --setup, which are written down; let the program read it from its "
@@ -443,8 +421,7 @@ def check_secrets(job: Job, plan: Plan, environ: dict[str, str]) -> None:
 
 def show(plan: Plan, job: Job) -> str:
     """Format the plan as text: the command as a line of shell; with --verbose every file in full."""
-    hidden = "".join(f"{name}=*** " for name in plan.from_shell)
-    line = hidden + shlex.join(plan.command)
+    line = "".join(f"{name}=*** " for name in job.secret) + shlex.join(plan.command)
     if not job.verbose:
         return f"# would run {line}"
     copy = [] if job.tree is None else [f"# would copy the code, tree {job.tree} of git, to {job.folder}/code\n"]
@@ -474,10 +451,10 @@ def submissions(run_dir: str) -> list[Path]:
 def follow_up(record: Path, what: str) -> str | None:
     """Return the shell command for the logs, status or cancellation of a submission, or None if it has none."""
     line = json.loads(record.read_text()).get("follow", {}).get(what)
+    if line is None or "{job}" not in line:
+        return line
     number = record.with_name("job.id")
-    if line is None or ("{job}" in line and not number.exists()):
-        return None
-    return line.replace("{job}", number.read_text().strip()) if "{job}" in line else line
+    return line.replace("{job}", number.read_text().strip()) if number.exists() else None
 
 
 def check_no_other(job: Job) -> None:
@@ -551,15 +528,13 @@ def warn(job: Job) -> None:
     """Report what is lost at a restart, with the container or the upload."""
     if job.max_retries == 0:
         return
-    if job.backend in ("skypilot", "beaker") and not job.mount:
+    if job.backend == "skypilot" and not job.mount:
         words = "a restart starts from scratch, since a container's disk is deleted with it"
         print(f"warning: no --mount: {words}", file=sys.stderr)
-    results = re.compile("--output[_-]dir[ =](/|s3)")
-    for words in job.commands if job.backend == "ray" else ():
-        if file_at(words) and not results.search(" ".join(words)):
-            text = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
-            print(f"warning: {text}", file=sys.stderr)
-            break
+    lines = [" ".join(words) for words in job.commands if file_at(words)]
+    if job.backend == "ray" and not all(re.search("--output[_-]dir[ =](/|s3)", line) for line in lines):
+        words = "without an absolute --output_dir results are in the copy of this folder that Ray deletes"
+        print(f"warning: {words}", file=sys.stderr)
 
 
 def main(argv: list[str]) -> int:
@@ -572,8 +547,7 @@ def main(argv: list[str]) -> int:
         return 0
     if shutil.which(plan.command[0]) is None:
         refuse(f"--backend {job.backend}: {plan.command[0]} is not installed here; --dry_run needs no cluster")
-    if job.backend == "slurm":
-        check_dependencies(job)
+    check_dependencies(job)
     check_no_other(job)
     write(plan, job)
     print(f"{job.run_id}: {job.folder}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Backends of scripts/submit.py: for each a function Job -> Plan, the files to write and the command to run.
 
 The scripts and specifications themselves are in scripts/templates, to be read and edited there: job.sh runs on every
-node, slurm.sh is Slurm's batch script, the .yaml files are for Ray, SkyPilot and Beaker. Standard library only, so that
-it runs on a login node.
+node, slurm.sh is Slurm's batch script, the .yaml files are for Ray and SkyPilot. Standard library only, so that it runs
+on a login node.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Job(argparse.Namespace):
 
     ``run_id``, ``run_dir``, ``commands``, ``git`` (commit, dirty, diff); ``submitted``, the time and four random
     digits, which name the folder of its files and marks; ``tree`` of git, in a copy of which the job runs, or None: it
-    runs in ``workdir``; ``code``, files that differ from those of the image, as base64 of a tar; ``stores``, the names
-    of the secrets in the cluster's store; ``label``, its name in the scheduler's lists.
+    runs in ``workdir``; ``label``, its name in the scheduler's lists.
     """
 
     @property
@@ -51,11 +50,10 @@ class Job(argparse.Namespace):
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions of a submission: files to write (path -> text), then a command to run; secrets are taken from here."""
+    """Actions of a submission: files to write (path -> text), then a command to run."""
 
     files: dict[str, str]
     command: list[str]
-    from_shell: tuple[str, ...] = ()
     follow: dict[str, str] = field(default_factory=dict)  # logs, status, cancel -> a line of shell; {job}: its number
 
 
@@ -178,14 +176,13 @@ def node_script(
     address: str = "127.0.0.1",
     port: str = "$(free_port)",
     task: str | None = None,
-    restarts: int = 0,
     together: int = 1,
     ask: str = 'kill -TERM "$child" 2>/dev/null',
 ) -> str:
     """Return the script of one node. ``rank``, ``address``, ``port`` and ``task`` are the backend's shell expressions.
 
-    task: the number of the command to run, from 0; None runs all in turn. restarts: how often a command that exits
-    with 75 is started again right here. together: the number of nodes that the backend ends when the first leaves.
+    task: the number of the command to run, from 0; None runs all in turn. together: the number of nodes that the
+    backend ends when the first leaves.
     """
     folder = f"{job.mount[0][1].rstrip('/')}/{job.run_id}" if job.mount else job.run_dir  # the mount outlives the node
     several = job.processes > 1
@@ -202,7 +199,6 @@ def node_script(
         "workdir": workdir,
         "copy": copy,
         "bring_back": None if copy is None else '[ "${NODE_RANK:-0}" != 0 ] || bring_back',
-        "code": None if job.code is None else f"base64 -d <<'CODE' | tar -xzof - || exit 1\n{job.code}CODE",
         "run_dir": quote(folder) + ("" if task is None else f'/task_"{task}"'),
         "env": [f"{name}={quote(value)}" for name, value in job.env],
         "functions": fill("functions.sh", str, {"ask": ask}),
@@ -213,7 +209,7 @@ def node_script(
         "setup": job.setup or "true",
         "commands": "\n".join(command_function(i, c, job) for i, c in zip(numbers, job.commands, strict=True)),
         "submitted": job.submitted,
-        "restarts": restarts,
+        "restarts": 0 if job.backend == "slurm" else job.max_retries,  # Slurm requeues the job instead
         "together": together,
         "grace": GRACE,
         "numbers": " ".join(map(str, numbers)) if task is None else f"$(({task} + 1))",
@@ -224,35 +220,15 @@ def node_script(
 # --------------------------------------------------------------------------------------------------------- the backends
 
 
-def place_of(job: Job, rank: str, address: str) -> dict[str, str]:
-    """Return the shell expressions by which a node of several knows its place; {} for one node.
-
-    The port follows from the run id, since the nodes cannot ask each other. accelerate exits at once if it is taken.
-    """
-    port = 20000 + int(hashlib.sha256(job.run_id.encode()).hexdigest(), 16) % 10000
-    return {"rank": rank, "address": address, "port": str(port)} if job.num_nodes > 1 else {}
-
-
 def options(fields: dict[str, Any]) -> list[str]:
     """Return ``--name=value`` words, without the fields that have no value."""
     return [f"--{name}={value}" for name, value in fields.items() if value is not None]
 
 
-def shared_fields(job: Job) -> dict[str, Any]:
-    """Return the fields that templates of several backends use."""
-    return {
-        **vars(job),
-        "gpus": job.gpus or None,
-        "preemptible": job.preemptible or None,
-        "mount_source": [source for source, _ in job.mount],
-        "mount_path": [path for _, path in job.mount],
-    }
-
-
 def local(job: Job) -> Plan:
     """Plan a job on this machine: the script in a session of its own, the secrets already in the environment."""
     path = f"{job.folder}/job.sh"
-    return Plan({path: node_script(job, restarts=job.max_retries)}, ["bash", path], job.secret)
+    return Plan({path: node_script(job)}, ["bash", path])
 
 
 def slurm(job: Job) -> Plan:
@@ -292,7 +268,7 @@ def slurm(job: Job) -> Plan:
         "export": "ALL",  # with the secrets
         "partition": ",".join(job.cluster) or None,
         "account": job.account,
-        "qos": job.priority,
+        "qos": job.qos,
         "gpus-per-node": gpus or None,
         "cpus-per-task": cpus,
         "mem": None if job.mem is None else f"{job.mem}G",
@@ -308,7 +284,7 @@ def slurm(job: Job) -> Plan:
         "status": "squeue -h -o '%i %j %T %M %R' -j {job}",
         "cancel": "scancel {job}",
     }
-    return Plan(files, words, job.secret, follow)
+    return Plan(files, words, follow)
 
 
 def ray(job: Job) -> Plan:
@@ -328,29 +304,39 @@ def ray(job: Job) -> Plan:
         "entrypoint-memory": None if job.mem is None else job.mem * 2**30,
         "runtime-env": path,
     }
-    script = base64.b64encode(node_script(job, restarts=job.max_retries).encode()).decode()
+    script = base64.b64encode(node_script(job).encode()).decode()
     text = fill("ray.yaml", in_yaml, {"script": script, "grace": GRACE})
     words = ["ray", "job", "submit", "--no-wait", *address, *options(submit), *job.scheduler_args]
     verbs = {"logs": "logs", "status": "status", "cancel": "stop"}
     follow = {name: line_of(["ray", "job", verb, *address, submit["submission-id"]]) for name, verb in verbs.items()}
-    return Plan({path: text}, [*words, "--", "python3", "-c", runner], follow=follow)
+    return Plan({path: text}, [*words, "--", "python3", "-c", runner], follow)
 
 
 def skypilot(job: Job) -> Plan:
-    """Plan ``sky jobs launch``: a managed job, which SkyPilot moves elsewhere when its machines are preempted."""
-    address = '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"'
-    place = place_of(job, '"$SKYPILOT_NODE_RANK"', address)
+    """Plan ``sky jobs launch``: a managed job, which SkyPilot moves elsewhere when its machines are preempted.
+
+    The port follows from the run id, since the nodes cannot ask each other. accelerate exits at once if it is taken.
+    """
+    place = {}
+    if job.num_nodes > 1:
+        place = {
+            "rank": '"$SKYPILOT_NODE_RANK"',
+            "address": '"$(printf \'%s\\n\' "$SKYPILOT_NODE_IPS" | head -n 1)"',
+            "port": str(20000 + int(hashlib.sha256(job.run_id.encode()).hexdigest(), 16) % 10000),
+        }
     buckets = [mount for mount in job.mount if "://" in mount[0]]
     volumes = [mount for mount in job.mount if "://" not in mount[0]]  # of Kubernetes: `sky volumes`
-    fields = shared_fields(job) | {
+    fields = vars(job) | {
         "name": dns_name(job),
+        "gpus": job.gpus or None,
+        "preemptible": job.preemptible or None,
         "mount_source": [source for source, _ in buckets],
         "mount_path": [path for _, path in buckets],
         "volume": [source for source, _ in volumes],
         "volume_path": [path for _, path in volumes],
         "infra": job.cluster[0] if len(job.cluster) == 1 else None,
         "choice": job.cluster if len(job.cluster) > 1 else None,
-        "script": node_script(job, **place, restarts=job.max_retries),
+        "script": node_script(job, **place),
     }
     path = f"{job.folder}/sky.yaml"
     secrets = [word for name in job.secret for word in ("--secret", name)]
@@ -360,7 +346,7 @@ def skypilot(job: Job) -> Plan:
         "status": f"sky jobs queue | grep -F {fields['name']}",
         "cancel": f"sky jobs cancel --yes --name {fields['name']}",
     }
-    return Plan({path: fill("skypilot.yaml", in_yaml, fields)}, command, job.secret, follow)
+    return Plan({path: fill("skypilot.yaml", in_yaml, fields)}, command, follow)
 
 
 def dns_name(job: Job) -> str:
@@ -371,23 +357,4 @@ def dns_name(job: Job) -> str:
     return f"{start[:43].strip('-')}-{digest}"
 
 
-def beaker(job: Job) -> Plan:
-    """Plan ``beaker experiment create``: one task, whose replicas are the nodes."""
-    multi = job.num_nodes > 1
-    place = place_of(job, '"$BEAKER_REPLICA_RANK"', '"$BEAKER_LEADER_REPLICA_HOSTNAME"')
-    docker = job.image.startswith("docker:")
-    fields = shared_fields(job) | {
-        "beaker_image": None if docker else job.image,
-        "docker_image": job.image.removeprefix("docker:") if docker else None,
-        "replicas": job.num_nodes if multi else None,
-        "multi": True if multi else None,
-        "start_timeout": "15m" if multi else None,
-        "min_runtime": "0s" if job.preemptible else None,
-        "script": node_script(job, **place, restarts=job.max_retries),
-    }
-    path = f"{job.folder}/beaker.yaml"
-    words = ["beaker", "experiment", "create", *(["--workspace", job.workspace] if job.workspace else [])]
-    return Plan({path: fill("beaker.yaml", in_yaml, fields)}, [*words, *job.scheduler_args, path])
-
-
-BACKENDS = {plan.__name__: plan for plan in (local, slurm, ray, skypilot, beaker)}
+BACKENDS = {plan.__name__: plan for plan in (local, slurm, ray, skypilot)}

@@ -6,7 +6,6 @@ library only, so that it runs on a login node.
 
 from __future__ import annotations
 
-import base64
 import itertools
 import os
 import re
@@ -91,7 +90,9 @@ def take(folder: Path, words: Sequence[str] = ()) -> tuple[str, str]:
 
 def named_files(word: str) -> list[str]:
     """Return what may be files of code in a word of a command: alone, in ``a.py:f,b.py:g``, or in a line of shell."""
-    return list(dict.fromkeys([word, *NAMED.findall(word)])) if any(ending in word for ending in CODE) else []
+    if not any(ending in word for ending in CODE):
+        return []
+    return list(dict.fromkeys([word, *NAMED.findall(word)]))
 
 
 def relative(path: str | Path, folder: str | Path) -> str:
@@ -102,23 +103,10 @@ def relative(path: str | Path, folder: str | Path) -> str:
     return os.path.relpath(place, start)
 
 
-def changed_code(folder: Path, base: str, tree: str) -> str | None:
-    """Return the files of code that ``base`` lacks or has in another version, as base64 of a tar; None without any.
-
-    An image holds the code of a commit: what was edited since goes along with the job, or the job would run without it.
-    """
-    changed = listed(folder, "diff", "--name-only", "--no-renames", "--diff-filter=d", base, tree)
-    names = [name for name in changed if name.endswith(CODE)]
-    if not names:
-        return None
-    env = {"GIT_LITERAL_PATHSPECS": "1"}
-    packed = run_git(folder, "archive", "--format=tar.gz", tree, "--", *names, env=env)
-    return base64.encodebytes(os.fsencode(packed)).decode()
-
-
 def make_output_folders(folder: Path, words: Sequence[str]) -> None:
     """Make the relative folders that a command names for results (``--output_dir out``), so that a copy links them."""
-    for flag, name in itertools.pairwise(part for word in words for part in word.split("=", 1)):
+    parts = [part for word in words for part in word.split("=", 1)]
+    for flag, name in itertools.pairwise(parts):
         if re.fullmatch(r"--\w*[_-]dir", flag) and re.match("[^-~$/]", name):
             (folder / name).mkdir(parents=True, exist_ok=True)
 
@@ -136,9 +124,10 @@ def copy(folder: Path, tree: str, place: Path) -> list[str]:
         tracked = listed(folder, "ls-files", "--stage", env=env)
         others = listed(folder, "ls-files", "--others", "--directory", env=env)
     for name in others:
-        if Path(name).name != "__pycache__":
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            (place / name).symlink_to(folder / name)
+        link = place / name
+        if link.name != "__pycache__":
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(folder / name)
     for entry in tracked:
         about, _, name = entry.partition("\t")
         own = folder / name
@@ -149,7 +138,8 @@ def copy(folder: Path, tree: str, place: Path) -> list[str]:
             copied.unlink()
             if inside.startswith("../"):
                 copied.symlink_to(goal)
-                outside += [name] if goal.endswith(CODE) or os.path.isdir(goal) else []
+                if goal.endswith(CODE) or os.path.isdir(goal):
+                    outside.append(name)
             else:
                 copied.symlink_to(os.path.relpath(place / inside, copied.parent))
         elif about.startswith("160000") and (own / ".git").exists():
@@ -162,8 +152,6 @@ def list_files(place: Path) -> None:
     """Write the list of the files in a copy beside it, by which its job knows the files that are new."""
     files = []
     for top, _, names in os.walk(place):
-        beside = os.path.relpath(top, place)
-        for name in names:
-            path = os.path.normpath(os.path.join(beside, name))
-            files.append(os.fsencode(f"./{path}\n"))
-    place.with_name("code.files").write_bytes(b"".join(sorted(files)))
+        files += [os.path.relpath(f"{top}/{name}", place) for name in names]
+    lines = sorted(os.fsencode(f"./{file}\n") for file in files)
+    place.with_name("code.files").write_bytes(b"".join(lines))

@@ -36,7 +36,7 @@ def job_of(backend: str, flags: str, *commands: list[str]):
     job = submit.make_job(*submit.parse(argv))
     git = {"commit": "0123456789abcdef", "dirty": True, "diff": "--- a/grpo.py\n+++ b/grpo.py\n"}
     workdir = "/home/me/rlvr" if job.workdir == os.getcwd() else job.workdir
-    held = {"submitted": "20260101-120000-1a2b", "git": git, "code": None, "workdir": workdir}
+    held = {"submitted": "20260101-120000-1a2b", "git": git, "workdir": workdir}
     return with_changes(job, **held, tree=job.tree and "89abcdef01234567")
 
 
@@ -69,9 +69,6 @@ def script_of(backend: str, plan) -> tuple[list[str], dict[str, str]]:
         return ["bash", "-c", texts["job.sh"]], {}
     if backend == "skypilot":
         return ["bash", "-c", yaml.safe_load(texts["sky.yaml"])["run"]], {}
-    if backend == "beaker":
-        (task,) = yaml.safe_load(texts["beaker.yaml"])["tasks"]
-        return [*task["command"], *task["arguments"]], {}
     cut = plan.command.index("--")
     environment = yaml.safe_load(texts["ray.yaml"])["env_vars"]
     return ["sh", "-c", subprocess.list2cmdline(plan.command[cut + 1 :])], environment  # as Ray does

@@ -3,7 +3,6 @@
 # The script of one node, from scripts/templates/job.sh.
 set -u
 cd {{workdir}} || exit 1
-{{code}}
 export RUN_ID={{run_id}} RUN_DIR={{run_dir}} WANDB_RESUME=allow
 export CODE_COMMIT={{code_commit}} # a copy of the code has no .git
 export {{env}}

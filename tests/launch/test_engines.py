@@ -1,4 +1,4 @@
-"""Submissions of scripts/submit.py, read by the engines themselves: a running Ray, SkyPilot's and Beaker's own parsers.
+"""Submissions of scripts/submit.py, read by the engines themselves: a running Ray, SkyPilot's own parsers.
 
 `make test-engines` installs them, next to the Slurm of tests/launch/test_slurm.py.
 """
@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from helpers import until
 from ray_head import ADDRESS, ENGINES, RayHead, reason_for_none
-from submitted_jobs import SUBMIT, job_of, submit
+from submitted_jobs import SUBMIT, job_of, repository, submit
+
+from runtime.system import git
 
 pytestmark = pytest.mark.engines
 needs = lambda tool: pytest.mark.skipif(bool(reason_for_none(tool)), reason=reason_for_none(tool) or "there")  # noqa: E731
@@ -41,14 +43,12 @@ def test_words_and_variables_arrive_on_ray(ray, tmp_path):
     """Ray replaces what looks like a variable of its own in everything that it is given as an environment."""
     program = "import json, os, sys; found = [sys.argv[2:], os.environ['X'], os.environ['CODE_COMMIT']]; "
     program += "json.dump(found, open(sys.argv[1], 'w'))"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], ["commit", "-qm", "one", "--allow-empty"]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    repository(tmp_path)
     out = tmp_path / "out.json"
     value = "a $HOME 'b' \"c\" ${PATH}"
     job = ray_job(ray, tmp_path, "--env", f"X={value}", "--", sys.executable, "-c", program, str(out), *DOLLARS)
     ray.succeed(job)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True).stdout.strip()
+    commit = git.output(tmp_path, "rev-parse", "HEAD").strip()
     assert json.loads(out.read_text()) == [DOLLARS, value, commit]
 
 
@@ -129,24 +129,3 @@ def test_skypilot_reads_what_is_written(tmp_path, flags, nodes, kinds):
     name, found, resources = sky_reads(tmp_path, flags)
     assert name.startswith("grpo-") and found == nodes
     assert all(any(kind in text for text in resources) for kind in kinds), resources
-
-
-BEAKER = """
-import sys, warnings
-warnings.simplefilter("error")
-from beaker import BeakerExperimentSpec
-spec = BeakerExperimentSpec.from_file(sys.argv[1])
-(task,) = spec.tasks
-print(task.replicas, task.result.path, [(v.name, v.secret) for v in task.env_vars])
-"""
-
-
-@needs("beaker")
-def test_beaker_reads_what_is_written(tmp_path):
-    flags = "--cluster ai2/jupiter ai2/saturn --workspace ai2/rl --budget ai2/rl --priority high --preemptible "
-    flags += "--num_nodes 2 --gpus 8 --timeout 2h30m --image me/rlvr --mount b:/runs --secret HF_TOKEN=me_HF_TOKEN"
-    plan = submit.render(job_of("beaker", flags))
-    (tmp_path / "b.yaml").write_text(next(text for name, text in plan.files.items() if name.endswith("beaker.yaml")))
-    done = engine(BEAKER, str(tmp_path / "b.yaml"))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 /results [('HF_TOKEN', 'me_HF_TOKEN')]" in done.stdout

@@ -21,7 +21,7 @@ import submit_backends
 from helpers import ROOT, alive, until
 from submitted_jobs import COMMAND, SUBMIT, in_place, job_of, refused, repository, script_of, submit, with_changes
 
-from runtime.system import process
+from runtime.system import git, process
 
 SECRET = "hf_9f8e7d6c5b4a"
 NASTY = [
@@ -41,28 +41,22 @@ NASTY = [
 ]
 PRINT_ARGV = ["-c", "import json, sys; print(json.dumps(sys.argv[1:]), file=open('argv.json', 'a'))"]
 
-# The five examples of docs/launching.md, as they stand there.
+# The examples of docs/launching.md, as they stand there.
 EXAMPLES = {
     "local": "--env OMP_NUM_THREADS=2 --secret HF_TOKEN",
     "slurm": "--partition h100 --partition a100 --account rl --qos high --num_nodes 2 --gpus 8 --cpus 64 --mem 500G "
     "--time 12h --secret WANDB_API_KEY --depends_on 4711",
     "ray": "--cluster http://head:8265 --gpus 8 --cpus 64 --mem 500G",
     "skypilot": "--cluster aws --cluster gcp/us-central1 --preemptible --num_nodes 2 --gpus H100:8 --mem 500G "
-    "--image docker:me/rlvr:1 --mount s3://my-bucket:/runs --secret HF_TOKEN",
-    "beaker": "--cluster ai2/jupiter ai2/saturn --workspace ai2/rl --budget ai2/rl --priority high "
-    "--preemptible --num_nodes 2 --gpus 8 --time 12h --image me/rlvr --mount rl-bucket:/runs --secret HF_TOKEN",
+    "--image docker:me/exactrl:1 --mount s3://my-bucket:/runs --secret HF_TOKEN",
 }
-
-
-def needed(backend: str) -> str:
-    return "--image me/rlvr:1" if backend == "beaker" else ""
 
 
 @pytest.mark.parametrize("backend", submit.BACKENDS)
 def test_words_arrive_as_they_were_given(backend, tmp_path):
     """Two commands of words that every shell, YAML and JSON reader likes to change, through each backend's own way."""
     first, second = [sys.executable, *PRINT_ARGV, *NASTY], [sys.executable, *PRINT_ARGV, "second", *NASTY[::-1]]
-    job = in_place(job_of(backend, needed(backend), first, second))
+    job = in_place(job_of(backend, "", first, second))
     command, environment = script_of(backend, submit.render(job))
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -110,68 +104,27 @@ def test_nodes_that_saved_wait_for_the_others(tmp_path):
     assert second.wait(30) == 75
 
 
-def with_image(tmp_path) -> Path:
-    """A repository with one commit, and ``image``, a copy of it; the edits are only in the first."""
-    here = repository(tmp_path / "here", old_py="print('as in the image')\n", lib_py="word = 'old'\n", notes_txt="a\n")
-    shutil.copytree(here, tmp_path / "image", ignore=shutil.ignore_patterns(".git"))
-    return here
-
-
-def test_an_edited_script_runs_in_an_image_that_has_the_commit(tmp_path, monkeypatch):
-    """Edited and new files of code reach the container; other files do not."""
-    here = with_image(tmp_path)
-    monkeypatch.chdir(here)
-    words = ["--backend", "beaker", "--image", "me/rlvr", "--run_dir", "r", "--", sys.executable, "mine.py"]
-    (here / "mine.py").write_text("import lib, new\nprint('mine', lib.word)\n")
-    (here / "lib.py").write_text("word = 'new'\n")
-    (here / "notes.txt").write_text("b\n")
-    (here / "new.py").write_text("")
-    plan = submitted(words)
-    command, environment = script_of("beaker", plan)
-    image = tmp_path / "image"
-    done = subprocess.run(command, cwd=image, env=os.environ | environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "mine new\n"), done.stderr
-    names = {path.name for path in image.iterdir() if path.is_file()}
-    assert names == {"old.py", "lib.py", "notes.txt", "mine.py", "new.py"}
-    assert (image / "notes.txt").read_text() == "a\n"
-    texts = {Path(name).name: text for name, text in plan.files.items()}
-    record = json.loads(texts["submit.json"])
-    assert "code" not in record and "+word = 'new'" in texts["uncommitted.patch"]
-
-
-def test_code_that_need_not_or_cannot_go_along(tmp_path, monkeypatch, capsys):
-    """On a mount the code is there; without edits there is nothing to send; too much is rejected with the remedy."""
-    here = with_image(tmp_path)
-    monkeypatch.chdir(here)
-    words = ["--backend", "beaker", "--image", "me/rlvr", "--", "python", "old.py"]
-    plain = script_of("beaker", submitted(words))[0]
-    assert "base64" not in plain[-1]
-    (here / "old.py").write_text("print('edited')\n")
-    assert "base64" in script_of("beaker", submitted(words))[0][-1]
-    mounted = ["--mount", "bucket:/weka/code", "--workdir", "/weka/code/me", *words]
-    assert "base64" not in script_of("beaker", submitted(mounted))[0][-1]
-    elsewhere = ["--mount", "bucket:/weka/code", "--workdir", "/weka/codes", *words]
-    assert "base64" in script_of("beaker", submitted(elsewhere))[0][-1]
-    (here / "old.py").write_text("".join(f"x{i} = {hash(str(i))}\n" for i in range(20000)))
-    with pytest.raises(SystemExit) as end:
-        submitted(words)
-    assert end.value.code == 2 and "put the code on a --mount" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("backend", ["skypilot", "beaker"])
-def test_what_is_saved_outlives_the_machine(backend, tmp_path, monkeypatch, capsys):
+def test_what_is_saved_outlives_the_machine(tmp_path, monkeypatch, capsys):
     """RUN_DIR lies on the first mount; without one, a restart would start over, and the submission says so."""
-    job = job_of(backend, EXAMPLES[backend])
-    assert f"RUN_DIR=/runs/{job.run_id} " in script_of(backend, submit.render(job))[0][-1]
+    job = job_of("skypilot", EXAMPLES["skypilot"])
+    assert f"RUN_DIR=/runs/{job.run_id} " in script_of("skypilot", submit.render(job))[0][-1]
     monkeypatch.chdir(tmp_path)
-    tool = {"skypilot": "sky", "beaker": "beaker"}[backend]
-    (tmp_path / tool).write_text("#!/bin/sh\n")
-    (tmp_path / tool).chmod(0o755)
+    (tmp_path / "sky").write_text("#!/bin/sh\n")
+    (tmp_path / "sky").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    start = ["--backend", backend, *needed(backend).split()]
     for more, warns in (([], True), (["--max_retries", "0"], False), (["--mount", "a:/b"], False)):
-        assert submit.main([*start, *more, "--", "true"]) == 0
+        assert submit.main(["--backend", "skypilot", *more, "--", "true"]) == 0
         assert ("no --mount" in capsys.readouterr().err) == warns
+
+
+@pytest.mark.parametrize(
+    "line, warns",
+    [("python a.py", True), ("python a.py --output_dir=s3://b -- python b.py", True), ("true", False)]
+    + [(f"python a.py {flag}", False) for flag in ("--output_dir /x", "--output-dir=s3://b")],
+)
+def test_results_that_ray_deletes_are_warned_of(line, warns, capsys):
+    submit.warn(job_of("ray", "", *[command.split() for command in line.split(" -- ")]))
+    assert ("without an absolute --output_dir" in capsys.readouterr().err) == warns
 
 
 def test_a_task_has_a_name_that_skypilot_takes():
@@ -215,10 +168,10 @@ def test_the_examples_are_those_of_the_page():
         ("ray", "--cluster a --cluster b", "takes one"),
         ("skypilot", "--array_parallelism 2", "--array_parallelism: --backend skypilot"),
         ("skypilot", "--gpus 8", "--gpus H100:8"),
-        ("beaker", "--depends_on 1 --image y", "--depends_on: --backend beaker"),
+        ("skypilot", "--depends_on 1", "--depends_on: --backend skypilot"),
         ("slurm", "--gpus many", "--gpus: many: write 8, or with a type h100:8"),
         ("slurm", "--mem 5", "--mem: 5: write GiB as 64G"),
-        ("slurm", "--time 12", "--time/--timeout: 12: not a duration; write 90m"),
+        ("slurm", "--time 12", "--time: 12: not a duration; write 90m"),
         ("slurm", "--num_nodes two", "--num_nodes: invalid int value: 'two'"),
         ("slurm", "--run_dir 'a b'", "--run_dir: a b: use letters"),
         ("local", f"--secret HF_TOKEN={SECRET}", "--secret: HF_TOKEN: write a name only"),
@@ -226,7 +179,7 @@ def test_the_examples_are_those_of_the_page():
         ("local", f"--env HF_TOKEN={SECRET}", "use --secret HF_TOKEN"),
         ("local", "--env NOT_SET_ANYWHERE", "write --env NOT_SET_ANYWHERE=VALUE"),
         ("local", "--env A-B=1", "--env: A-B: not a name"),
-        ("beaker", "--image y --mount a", "write SOURCE:/PATH"),
+        ("skypilot", "--mount a", "write SOURCE:/PATH"),
         ("slurm", "--cpus 1 b", "unrecognized arguments: b"),
         ("slurm", "--clusters a", "unrecognized arguments: --clusters"),
         ("condor", "", "invalid choice: 'condor'"),
@@ -297,12 +250,12 @@ def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
     """In a command, in --env or in the uncommitted changes its value is an error that does not show it."""
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.chdir(repository(tmp_path, grpo_py=""))
-    start = ["--backend", backend, *needed(backend).split(), "--dry_run", "--verbose"]
+    start = ["--backend", backend, "--dry_run", "--verbose"]
     for words in (["--", "python", "grpo.py", f"--token={SECRET}"], ["--env", f"A={SECRET}", "--", "true"]):
         said = refused(capsys, *start, *words)
         assert "value of HF_TOKEN is in" in said and SECRET not in said
     monkeypatch.chdir(ROOT)
-    job = with_changes(job_of(backend, needed(backend)), git={"commit": "0", "diff": f"+{SECRET}\n"})
+    job = with_changes(job_of(backend, ""), git={"commit": "0", "diff": f"+{SECRET}\n"})
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         submit.check_secrets(job, submit.render(job), {"HF_TOKEN": SECRET})
@@ -314,14 +267,13 @@ def test_a_secret_never_gets_out(backend, monkeypatch, capsys, tmp_path):
 
 
 def test_the_run_id_depends_on_the_commands_alone():
-    ids = {job_of(b, f"{needed(b)} --max_retries {r}").run_id for b in submit.BACKENDS for r in (1, 2)}
+    ids = {job_of(b, f"--max_retries {r}").run_id for b in submit.BACKENDS for r in (1, 2)}
     assert len(ids) == 1
     assert job_of("local", "", ["python", "grpo.py", "--beta", "0.1"]).run_id not in ids
     assert job_of("local", "", [*COMMAND], [*COMMAND]).run_id not in ids
 
 
-@pytest.mark.parametrize("backend, tool", [("slurm", "sbatch"), ("ray", "ray"), ("skypilot", "sky"),
-                                           ("beaker", "beaker")])  # fmt: skip
+@pytest.mark.parametrize("backend, tool", [("slurm", "sbatch"), ("ray", "ray"), ("skypilot", "sky")])
 def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatch, capsys):
     """A stand-in for the cluster's tool records its words; files and words are those of the dry run."""
     bin_dir = tmp_path / "bin"
@@ -332,7 +284,7 @@ def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatc
     monkeypatch.chdir(repository(tmp_path, grpo_py=""))
     monkeypatch.setattr(submit.time, "strftime", lambda form: "20260101-120000")
     monkeypatch.setattr(submit.secrets, "token_hex", lambda count: "1a2b")
-    argv = ["--backend", backend, *needed(backend).split(), "--run_dir", "here", "--", *COMMAND]
+    argv = ["--backend", backend, "--run_dir", "here", "--", *COMMAND]
     assert submit.main([*argv[:2], "--dry_run", "--verbose", *argv[2:]]) == 0
     shown = capsys.readouterr().out
     assert not (tmp_path / "here").exists()
@@ -347,16 +299,11 @@ def test_what_runs_is_what_the_dry_run_shows(backend, tool, tmp_path, monkeypatc
 def test_a_missing_tool_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
-    said = refused(capsys, "--backend", "beaker", "--image", "x", "--", "true")
-    assert "beaker is not installed here" in said
+    said = refused(capsys, "--backend", "skypilot", "--", "true")
+    assert "sky is not installed here" in said
 
 
 # ------------------------------------------------------------------------------- set-up, and what stands before python
-
-
-def submitted(argv: list[str]):
-    """The plan of a whole command line."""
-    return submit.render(submit.make_job(*submit.parse(argv)))
 
 
 LAUNCH = ["scripts/launch.py", "--config_file", "scripts/zero2.yaml", "--num_machines", "1", "--num_processes", "2",
@@ -543,9 +490,7 @@ def test_a_set_up_that_fails_is_no_crash_of_a_run(tmp_path):
 def test_a_set_up_of_several_lines_arrives_as_it_was_given(backend, tmp_path):
     """A here-document ends at its mark, and a text of two lines has no blanks that nobody wrote."""
     lines = "cat >here <<END\na\n  b\nEND\nprintf '%s' 'a\nb' >text"
-    job = submit.make_job(
-        *submit.parse(["--backend", backend, *needed(backend).split(), "--setup", lines, "--", "true"])
-    )
+    job = submit.make_job(*submit.parse(["--backend", backend, "--setup", lines, "--", "true"]))
     command, environment = script_of(backend, submit.render(in_place(job)))
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -685,15 +630,10 @@ def test_local_leaves_no_process_behind(tmp_path):
 
 
 def test_git_state_is_recorded(tmp_path):
-    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path,  # noqa: E731
-                                        check=True, capture_output=True, text=True).stdout  # fmt: skip
-    git("init", "-q")
-    (tmp_path / "file").write_text("one\n")
-    git("add", "file")
-    git("commit", "-qm", "first")
+    repository(tmp_path, file="one\n")
     run_local(tmp_path, "--run_dir", "r", "--", "true")
     record = json.loads(only(tmp_path / "r", "submit.json").read_text())
-    assert record["git"] == {"commit": git("rev-parse", "HEAD").strip(), "dirty": False}
+    assert record["git"] == {"commit": git.output(tmp_path, "rev-parse", "HEAD").strip(), "dirty": False}
     assert not list((tmp_path / "r").glob("*/uncommitted.patch"))
     (tmp_path / "file").write_text("two\n")
     run_local(tmp_path, "--run_dir", "r", "--", "true")

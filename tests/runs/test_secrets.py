@@ -222,19 +222,18 @@ def test_the_environment_of_now(monkeypatch):
     assert redaction.redact(f"the key {PLANTED['JUDGE_API_KEY']}") == "the key ***"
 
 
-@pytest.mark.parametrize("backend", ["local", "slurm", "beaker"])
+@pytest.mark.parametrize("backend", ["local", "slurm", "skypilot"])
 def test_a_submission_leaves_no_secret(backend, tmp_path, planted, monkeypatch, capfd):
     """Neither what a dry run shows nor the scripts and records that are written; a local job is run, too."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("sbatch", "beaker"):
+    for tool in ("sbatch", "sky"):
         (tools / tool).write_text("#!/bin/sh\nenv -u SECRETS true\n")
         (tools / tool).chmod(0o755)
     monkeypatch.setenv("PATH", str(tools), prepend=":")
     (planted / "edited.sh").write_text("echo trained\n")
-    start = ["--backend", backend, *(["--image", "me/rlvr"] if backend == "beaker" else [])]
-    line = [*start, "--secret", "HF_TOKEN", "--secret", "JUDGE_API_KEY", "--", "bash", "edited.sh"]
-    assert submit.main([line[0], line[1], "--dry_run", *line[2:]]) == 0
+    line = ["--backend", backend, "--secret", "HF_TOKEN", "--secret", "JUDGE_API_KEY", "--", "bash", "edited.sh"]
+    assert submit.main(["--dry_run", *line]) == 0
     assert submit.main(line) == 0
     said = capfd.readouterr()
     assert list((planted / "runs/jobs").glob("**/submit.json"))
