@@ -303,13 +303,11 @@ def parse(cls: type, description: str | None = None, words: list[str] | None = N
         name = user_files.find("runtime.arguments.presets:asked_for")(cls, words)
         default = user_files.find("runtime.arguments.presets:apply")(cls() if default is None else default, name)
     options = {} if default is None else {"default": default}
-    if {"-h", "--help"} & {*words}:
-        try:
-            user_files.find("runtime.arguments.help_text:print_help")(cls, description, words, options, OPEN)
-        except BrokenPipeError:  # as in `--help | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
-    args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    try:
+        args = tyro.cli(cls, args=words, description=description, use_underscores=True, **options)
+    except BrokenPipeError:  # as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
     named = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
     changed = {key for key in fields if default is not None and getattr(default, key) != getattr(cls, key, None)}
     args.flags_set = frozenset(named | changed)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
-import re
 import resource
 import shlex
 import shutil
@@ -20,9 +18,8 @@ from helpers import ROOT, VERIFIERS, clean_environment, script, tiny_args
 
 import grpo
 import ppo
-import rewards
 from grpo import Args
-from runtime.arguments import checks, flags, help_text, values
+from runtime.arguments import checks, flags, values
 from runtime.run import directory, logger, preflight
 from runtime.system import process
 from runtime.training import model_files
@@ -698,23 +695,7 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
     assert "runtime" in imported(err), "the option was not heeded"
     assert not imported(err) & HEAVY
     if words == ("--help",):
-        assert re.findall(r"^--(\w+)", out, re.MULTILINE)[:10] == [*help_text.FIRST]
-        assert "3e-05 in the quickstart" in out and seconds < 3
-
-
-@pytest.mark.parametrize("module", [grpo, ppo], ids=["grpo", "ppo"])
-def test_help_of_a_word_and_of_all(module, capsys):
-    """Every flag once, its default once, and no switch that is written in two ways; the verifiers by their names."""
-    names = [field.name for field in dataclasses.fields(module.Args)]
-    for word, expected in (("all", names), ("kl", [name for name in names if "kl" in name])):
-        with pytest.raises(SystemExit, match="0"):
-            flags.parse(module.Args, words=["--help", word])
-        out = capsys.readouterr().out
-        assert re.findall(r"^--(\w+)", out, re.MULTILINE)[: len(expected)] == expected
-        assert not re.search(r"\(default: (None)?\)|--no_|\{None\}", out)
-    assert set(help_text.FIRST) <= set(names)
-    of_verifier = help_text.entries(module.Args, {})["verifier"][1]
-    assert [name for name in rewards.VERIFIERS if name not in of_verifier] == [], "name it in the help of --verifier"
+        assert "--kl_estimator" in out and seconds < 3
 
 
 def test_short_names_of_dtypes():
