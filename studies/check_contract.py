@@ -83,7 +83,9 @@ class Oracle:
 
     def advantages(self, step: int) -> dict[str, Tensor]:
         """Return the right advantages of all tokens, [N], under "", and known wrong ones under a description each."""
-        samples, script, args = self.found.samples[step], self.subject.script, self.args
+        samples = self.found.samples[step]
+        script = self.subject.script
+        args = self.args
         if not hasattr(script, "group_advantages"):
             return self.whitened(step)
         scores = torch.tensor([s.reward for s in samples], dtype=torch.float64)
@@ -123,7 +125,9 @@ class Oracle:
             found["without the KL in the reward"] = right
             sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in samples]).double()
             of_sampler = coefficient * script.kl_value(args.kl_reward_estimator, sampler, sampler, self.reference[step])
-            parts = [x.flip(0).cumsum(0).flip(0) for x in of_sampler.split(lengths.tolist())]
+            parts = []
+            for x in of_sampler.split(lengths.tolist()):
+                parts.append(x.flip(0).cumsum(0).flip(0))
             found["with a KL by the sampler's log-probs"] = right - torch.cat(parts)
         return found
 
@@ -171,8 +175,10 @@ class Oracle:
 
     def other_weights(self, step: int, k: int) -> dict[str, Tensor]:
         """Return weights that tokens of an optimizer step have by mistake: the batch's, and another mini-batch's."""
-        args, count = self.args, len(self.found.updates[step])
-        samples, in_loss = self.found.samples[step], self.found.in_loss[step]
+        args = self.args
+        count = len(self.found.updates[step])
+        samples = self.found.samples[step]
+        in_loss = self.found.in_loss[step]
         found = {f"those of mini-batch {j + 1}": self.weights(step, j) for j in range(count) if j != k}
         if args.num_mini_batches > 1:
             whole = self.subject.script.loss_weights(samples, in_loss, args).double()
@@ -184,12 +190,16 @@ class Oracle:
         now = self.found.updates[step][k].tokens["logprobs_T"]
         samples = self.found.samples[step]
         sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in samples]).double()
-        before, bare, ref = self.logprobs[step], self.untempered[step], self.reference[step]
+        before = self.logprobs[step]
+        bare = self.untempered[step]
+        ref = self.reference[step]
         others = {
             "the sampler's log-probs": sampler,
             "the log-probs at temperature 1": bare,
         }
-        fields: dict[str, dict[str, Tensor]] = {"logprobs_T": {"": before} | others} if k == 0 else {}
+        fields: dict[str, dict[str, Tensor]] = {}
+        if k == 0:
+            fields["logprobs_T"] = {"": before} | others
         fields |= {
             "sampler_T": {"": sampler, "the trainer's log-probs": before},
             "old_T": {"": before} | others | {"the policy's current log-probs: the ratio is always 1": now},
@@ -258,7 +268,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     if not known.any():
         return 0.0
     a, b = a[known], b[known]
-    return ((a - b).abs().max() / torch.maximum(a.abs().max(), b.abs().max()).clamp(min=1e-12)).item()
+    apart = (a - b).abs().max()
+    largest = torch.maximum(a.abs().max(), b.abs().max())
+    return (apart / largest.clamp(min=1e-12)).item()
 
 
 def gradients_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

@@ -166,10 +166,16 @@ def pushes_wrong_way(loss: Loss, batch: loss_table.Batch) -> bool:
 
 def clips_wrong_side(subject: Subject) -> bool:
     """Return True if the loss drops tokens that have moved the wrong way, and none that have moved the right way."""
-    ratios, signs = torch.tensor([0.1, 10.0, 0.1, 10.0], dtype=F64), torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=F64)
+    ratios = torch.tensor([0.1, 10.0, 0.1, 10.0], dtype=F64)
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=F64)
     old_T = torch.full((4,), -3.0, dtype=F64)
     leaf_T = (old_T + ratios.log()).requires_grad_()
-    known = {"old_T": old_T, "sampler_T": old_T, "advantages_T": signs, "weights_T": torch.ones_like(old_T)}
+    known = {
+        "old_T": old_T,
+        "sampler_T": old_T,
+        "advantages_T": signs,
+        "weights_T": torch.ones_like(old_T),
+    }
     tokens = kl_estimators.make_tokens(subject.script, logprobs_T=leaf_T, **known)
     slopes_T = torch.autograd.grad(subject.script.token_loss(tokens, 0.0, subject.args)[0].sum(), leaf_T)[0]
     dropped = (slopes_T == 0).tolist()
@@ -264,14 +270,17 @@ def check_kl(subject: Subject) -> list[Finding]:
             equal += 1
             if mine:
                 state = OK if ours.label == kl_estimators.REVERSE else NOTE
-                first.append(Finding(1, title, state, f"descends {ours.label}, as in {subject.base_name}"))
+                text = f"descends {ours.label}, as in {subject.base_name}"
+                first.append(Finding(1, title, state, text))
             continue
         bad = ours.cosine <= 0 or ours.label in OTHER_LABELS
         text = f"descends {ours.label} (cosine {ours.cosine:+.3f} with grad KL(pi||ref))"
         if ours.cosine < 0 and abs(ours.cosine + theirs.cosine) < SAME:
             text += ": the sign is reversed, so the policy is pushed away from the reference"
         text += f"; {subject.base_name}: {theirs.label} ({theirs.cosine:+.3f})"
-        (first if mine else others).append(Finding(1, title, FAIL if bad else NOTE, text, where))
+        state = FAIL if bad else NOTE
+        finding = Finding(1, title, state, text, where)
+        (first if mine else others).append(finding)
     worst = sorted(others, key=lambda finding: finding.state != FAIL)
     total = 2 * len(names)
     summary = Finding(1, "KL in the loss", OK, f"{equal} of {total} settings are those of {subject.base_name}")
@@ -286,7 +295,13 @@ def check_coefficient(subject: Subject, where: str) -> list[Finding]:
     parts = []
     for script, args in ((subject.script, subject.args), (subject.base, subject.base_args)):
         args = with_flags(args, beta=0.5, kl_placement="loss", kl_estimator="k3")
-        tokens = kl_estimators.make_tokens(script, logprobs_T=old, old_T=old, ref_T=ref, sampler_T=old)
+        tokens = kl_estimators.make_tokens(
+            script,
+            logprobs_T=old,
+            old_T=old,
+            ref_T=ref,
+            sampler_T=old,
+        )
         parts.append(script.token_loss(tokens, 0.5, args)[0] - script.token_loss(tokens, 0.0, args)[0])
     factor = (parts[0].sum() / parts[1].sum()).item()
     is_multiple = torch.allclose(parts[0], factor * parts[1], rtol=1e-6)

@@ -40,7 +40,9 @@ def answers(name: str, rows: list[OtherName]) -> list[str]:
     found = []
     for row in rows:
         if any(fnmatchcase(name, pattern) for pattern in row.theirs.split(", ")):
-            here = f"is {row.ours} here" if row.ours else "has no flag here"
+            here = "has no flag here"
+            if row.ours:
+                here = f"is {row.ours} here"
             found.append(f"{name} ({row.frameworks}) {here}{row.how and ': '}{row.how}")
     return found
 

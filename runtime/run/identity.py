@@ -14,10 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is_open
+from runtime.arguments.flags import (
+    MAY_CHANGE,
+    PRESENTATION,
+    identity_value,
+    is_open,
+)
 from runtime.arguments.values import ModelName
 from runtime.system import user_files
-from runtime.system.process import PROJECT, file_digest, versions
+from runtime.system.process import (
+    PROJECT,
+    file_digest,
+    versions,
+)
 from runtime.system.redaction import redact_values
 from runtime.training import derived_defaults
 from runtime.training.model_files import digests_of_files, files_digest
@@ -72,9 +81,19 @@ def models_of(args) -> dict[str, ModelName]:
 
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
     """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
-    own = {f"--{name}": value for name, value in recorded(args).items() if name not in PRESENTATION}
-    digests = {"--dataset": data} | {flag: files_digest(model) for flag, model in models_of(args).items()}
-    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
+    own = {}
+    for name, value in recorded(args).items():
+        if name not in PRESENTATION:
+            own[f"--{name}"] = value
+    digests = {"--dataset": data}
+    for flag, model in models_of(args).items():
+        digests[flag] = files_digest(model)
+    return {
+        "flag": own,
+        "file": code_of(args),
+        "package": versions(),
+        "digest of": digests,
+    }
 
 
 def inputs_of(args, known: dict[str, Any]) -> dict[str, Any]:
@@ -108,8 +127,11 @@ def difference(record: dict[str, Any], args) -> str:
     code = changed_code(record.get("code", {}), code_of(args))
     theirs = record.get("inputs", {})
     inputs = changed_inputs(theirs, inputs_of(args, theirs)) if theirs else []
-    parts = [f"by other code: {', '.join(code[:5])}"] if code else []
-    parts += [f"with other inputs: {', '.join(inputs[:5])}"] if inputs else []
+    parts = []
+    if code:
+        parts.append(f"by other code: {', '.join(code[:5])}")
+    if inputs:
+        parts.append(f"with other inputs: {', '.join(inputs[:5])}")
     return ", and ".join(parts)
 
 
@@ -185,7 +207,9 @@ def _imported_files(path: Path, places: list[Path]) -> Iterator[Path]:
         elif isinstance(node, ast.ImportFrom):
             start = [path.parents[node.level - 1]] if node.level > 0 else places
             for alias in node.names:
-                name = f"{node.module}.{alias.name}" if node.module else alias.name
+                name = alias.name
+                if node.module:
+                    name = f"{node.module}.{name}"
                 yield from _module_files(name, start)
 
 

@@ -82,7 +82,10 @@ def _load(path: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    found = {key: sys.modules[key] for key in sys.modules.keys() - before if is_users(key, sys.modules[key])}
+    found = {}
+    for key in sys.modules.keys() - before:
+        if is_users(key, sys.modules[key]):
+            found[key] = sys.modules[key]
     own[active.folder] |= found
     imported[path] = [file for file in map(file_of, found.values()) if file.endswith(".py")]
     return module
