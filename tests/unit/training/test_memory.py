@@ -461,6 +461,7 @@ def test_the_gpu_that_is_there_decides(monkeypatch, tiny, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **options: asked.update(options)))
     executors = SimpleNamespace(ExecutorWithExternalLauncher=SimpleNamespace(), UniProcExecutor=SimpleNamespace())
     executors.UniProcExecutor.determine_available_memory = None
+    monkeypatch.setattr(vllm_settings, "as_transformers_reads", dict)
     monkeypatch.setitem(sys.modules, "vllm.v1.executor.uniproc_executor", executors)
     for script in (grpo, ppo):
         args = script.Args(model_name_or_path=str(tmp_path), max_response_length=512, num_unique_prompts_rollout=64)
