@@ -87,6 +87,8 @@ def value_of(row: dict[str, Any], key: str) -> Any:
         return row[key]
     value: Any = row
     for part in key.split("."):
+        if isinstance(value, str) and value.startswith("{"):
+            value = json.loads(value)  # an object as JSON text
         if not isinstance(value, dict):
             raise KeyError(key)
         value = value[part]
@@ -205,8 +207,8 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
     if isinstance(prompt, str) and (chat := _json_list(prompt)) and all(map(_is_message, chat)):
         prompt = chat
     if isinstance(prompt, str):
-        starter = row.get("starter_code") if "input_output" in row else None  # APPS, TACO: it names the function
-        return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter else prompt}]
+        starter = row.get("starter_code")  # of contests: it names the function
+        return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter and starter not in prompt else prompt}]
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
         kinds = "a list of something else"
@@ -281,7 +283,7 @@ def _as_text(truth: Any, verifier: str) -> str:
     """Return a ground truth as text: one answer as it is, several right answers as a JSON list of texts."""
     if isinstance(truth, list) and len(truth) == 1 and isinstance(truth[0], str) and ":" not in verifier:
         return truth[0]
-    if isinstance(truth, list) and set(verifier.split(",")) <= {"math", "gsm8k", "last_number", "format"}:
+    if isinstance(truth, list) and set(verifier.split(",")) <= {"math", "exact", "gsm8k", "last_number", "format"}:
         texts = [str(answer) for answer in truth if not isinstance(answer, list | dict)]
         if len(texts) == len(truth) > 0:
             return texts[0] if len(texts) == 1 else json.dumps(texts)
@@ -562,6 +564,8 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
         else:
             has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
             has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
+        if args.environment is not None:
+            has += ", where equal rows are one problem (give each a column of its own, for example seed)"
         refuse(
             f"--dataset {args.dataset} has {has}, fewer than "
             f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"

@@ -515,3 +515,21 @@ def test_zeros_are_explained(tmp_path, capsys):
         assert ("no score of the last 5 steps is above 0" in said) == (step in (5, 12)), step
         if step in (5, 12):
             assert said.count("'77' by last_number, status ok") == 2 and repr(training[0].truth) in said
+
+
+def test_starter_code_follows_the_prompt_once():
+    """Whatever the form of the tests: it names the function that they call."""
+    row = {"starter_code": "def add(a, b):", "tests": "[]"}
+    for prompt in ("Sum them.", "Sum them.\n\ndef add(a, b):"):
+        (message,) = problem_set._messages("problem", prompt, row)
+        assert message["content"] == "Sum them.\n\ndef add(a, b):"
+
+
+def test_a_dotted_key_reads_an_object_that_is_json_text():
+    row = {"verification_info": '{"ground_truth": "7"}'}
+    assert problem_set.value_of(row, "verification_info.ground_truth") == "7"
+
+
+def test_too_few_problems_of_an_environment_name_the_column_to_add(refused):
+    args = Args(environment="game.py:Game", num_unique_prompts_rollout=8)
+    assert "for example seed" in refused(problem_set.check_enough, [], [], args)
