@@ -42,6 +42,7 @@ from graders.text import (
     NUMBER,
     after_thinking,
     alternatives,
+    answering,
     in_last_tag,
     last_boxed,
     last_number_in,
@@ -87,7 +88,7 @@ def last_number(response: str, truth: str, row: dict) -> Reward:
 
     A number that is only named to be denied ("not 42") is no answer, nor is part of a power, a time or a range.
     """
-    return _same_number(last_number_in(after_thinking(response)), truth)
+    return _same_number(last_number_in(answering(response)), truth)
 
 
 def _same_number(said: str | None, truth: str) -> Reward:
@@ -109,8 +110,8 @@ def lenient(response: str, truth: str) -> bool | None:
 
 
 def exact(response: str, truth: str, row: dict) -> Reward:
-    """Score 1 if the response is the truth, apart from white space at both ends."""
-    correct = float(response.strip() == truth.strip())
+    """Score 1 if the response is the truth, or one of a list of truths, apart from white space at both ends."""
+    correct = float(response.strip() in [text.strip() for text in (truth, *alternatives(truth))])
     return Reward(correct, {"correct": correct}, extracted=response.strip()[:LONGEST_ANSWER])
 
 
@@ -119,7 +120,7 @@ def gsm8k(response: str, truth: str, row: dict) -> Reward:
 
     The truth is a number or GSM8K's whole solution, which ends in "#### 1,234".
     """
-    text = after_thinking(response)
+    text = answering(response)
     wanted = truth.rpartition("####")[2]
     return _same_number(marked_number(text) if "####" in text else last_number_in(text), wanted)
 
@@ -191,7 +192,8 @@ def countdown(response: str, truth: str, row: dict) -> Reward:
         return _judged(0, None)
     plain = without_delimiters(re.sub(r"^[a-z]+\n", "", answer.translate(INVISIBLE).strip("` \n")))
     plain, used = " ".join(plain.split()).rstrip(". "), []
-    for sign, other in (("*", r"\\times|\\cdot|\u00d7"), ("/", r"\\div|\u00f7"), ("-", "\u2212")):
+    plain = plain.translate(str.maketrans("[]\u00d7\u00b7\u00f7\u2212", "()**/-"))
+    for sign, other in (("*", r"\\times|\\cdot|(?<=[0-9)])\s*x\s*(?=[0-9(])"), ("/", r"\\div"), ("", "^Expression:")):
         plain = re.sub(other, sign, plain)
     expression, equals, claimed = plain.partition("=")
     if equals and re.fullmatch(r"\s*-?[0-9.]+\s*", expression):
@@ -289,7 +291,7 @@ _ALL = (last_number, exact, gsm8k, math_, countdown, reasoning_gym_, format_, if
 VERIFIERS = {verifier.__name__.rstrip("_"): verifier for verifier in _ALL}
 SAY_THE_TRUTH = {"math": "\\boxed{{{}}}", "reasoning_gym": "<answer>{}</answer>"}  # as a response would
 SAY_THE_TRUTH |= dict.fromkeys(("last_number", "exact", "gsm8k"), "{}")
-LISTS = ("math", "last_number", "gsm8k")  # verifiers for which a JSON list of truths means any one of them
+LISTS = ("math", "exact", "last_number", "gsm8k")  # verifiers for which a JSON list of truths means any one of them
 
 
 def reward_model_alone(response: str, truth: str, row: dict) -> Reward:
@@ -387,6 +389,14 @@ def combine(found: dict[str, Reward], weights: dict[str, float | None]) -> Rewar
     )
 
 
+def _no_plain_truth(truth: str) -> str:
+    """Return the reason why a truth is an object or a missing value, and no answer; "" if it may be one."""
+    if truth.strip().casefold() in ("none", "nan", "null", "<na>"):
+        return f"it is {truth.strip()}, as a missing value is written"
+    key = re.match(r"\s*\{\s*['\"](\w+)['\"]\s*:", truth)
+    return f"it is an object; name a key of it, such as --ground_truth_key COLUMN.{key[1]}" if key else ""
+
+
 def truth_error(verifier: str, truth: str, row: dict) -> str:
     """Return what is wrong with a truth according to its own verifiers; "" if nothing is.
 
@@ -400,10 +410,12 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
             find_verifier(name)
             continue  # your own may take anything; RewardPool.check tries it once
         if name == "code":
-            if wrong := user_files.find("graders.code:code_error")(truth, row):
+            if wrong := user_files.find("graders.code:code_error")(truth, row, question_of(row)):
                 return wrong
             continue
         if name == "math" and (wrong := user_files.find("graders.math:no_answer")(truth, row)):
+            return wrong
+        if name in SAY_THE_TRUTH and (wrong := _no_plain_truth(truth)):
             return wrong
         for one in alternatives(truth) if name in LISTS else [truth]:
             said = one if name == "math" and last_boxed(one) else SAY_THE_TRUTH.get(name, "").format(one)

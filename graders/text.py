@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import collections
+import contextlib
 import itertools
 import json
 import re
@@ -25,7 +27,8 @@ NUMBER = re.compile(  # 7, 1,024, -$5, 1e3, 7/2, \frac{7}{2}
 DENIAL = r"(?:\bnot|n't|n\u2019t|\bnever|\bcannot|\banything but)(?:\s(?:be|equal|equals|to|is|just|exactly)\b){0,3}"
 NEGATED = re.compile(rf"{DENIAL}\s*(?:[:$*}}(\[]|\\[(\[])*\s*$", re.IGNORECASE)
 REJECTED = re.compile(
-    r"[\s$*)\]}]{0,4}(?:(?:is|was|are|would be)\s(?:wrong|incorrect|not|false|impossible)|can\s?not|can't|isn't)\b",
+    r"[\s$*)\]}]{0,4}(?:(?:is|was|are|would be)\s(?:wrong|incorrect|not|false|impossible|my first)"
+    r"|can\s?not|can't|isn't)\b",
     re.IGNORECASE,
 )
 LABEL = re.compile(r"\b(?:step|case|question|problem|part|figure|table|page|chapter|example|exercise)\s?#?$", re.I)
@@ -36,9 +39,12 @@ CORRECTED = re.compile(
 )
 PART_BEFORE = re.compile(  # x2, 10^2, 12:07, 1,2,7, 2023-01-07, "3 to 7", "between 3 and 7"
     r"(?<![0-9])[A-Za-z_]$|[\^_]\s?\{?\s?$|[0-9]\s?[:,/]$|[0-9]-[0-9]{1,2}-$|[0-9]\s(?:to|or)\s$|[0-9]\s?\u2013\s?$"
-    r"|between\s[0-9.,]{1,8}\sand\s$"
+    r"|between\s[0-9.,]{1,8}\sand\s$|[0-9a-z]\s?[+*\u00d7]\s?$|\b(?:than|at least|at most|up to|minus|negative)\s\$?$"
 )
-POWER = re.compile(r"\s?\^|\s?\*\*[0-9]")
+PART_AFTER = re.compile(  # 7x, 7th, 7 thousand, 7k, 7?, 7..8
+    r"\s?\^|\s?\*\*[0-9]|-[0-9]|\s?(?:[\u00b2\u00b3?]|\.\.[0-9]|(?:[kMnxyz]|th|bn|hundred|thousand|million|billion|trillion|dozen)\b)|[:/][0-9]"
+    r"|\s(?:or|to)\s[0-9]"
+)
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole answer
     ("$$", "$$"),
@@ -50,20 +56,35 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
 )
 
 
+THOUGHT = re.compile(r"< ?(/?) ?(?:think(?:ing)?|thoughts?|reasoning|scratchpad) ?>", re.IGNORECASE)
+HIDDEN = re.compile(  # comments of HTML and LaTeX, programs, and what is struck out
+    r"<!--.*?(?:-->|\Z)|```(?:python|py|cpp|java|javascript)\b.*?(?:```|\Z)"
+    r"|(?<!~)~~(?!~)[^~\n]+~~|^[ \t]*%[^\n]*|\\[bx]?cancel\s*\{(?:[^{}]|\{[^{}]*\})*\}",
+    re.DOTALL | re.M,
+)
+
+
 def after_thinking(response: str) -> str:
     """Return what follows the last ``</think>``; nothing when a ``<think>`` is still open: a thought is no answer."""
-    answer = response.rpartition("</think>")[2]
-    is_open = "<think>" in answer
-    return "" if is_open else answer
+    tags = collections.deque(THOUGHT.finditer(response), maxlen=1)
+    if not tags:
+        return response
+    return response[tags[0].end() :] if tags[0][1] else ""
+
+
+def answering(response: str) -> str:
+    """Return what a reader sees of a response after its thoughts; a box in GLM's tags becomes one of LaTeX."""
+    seen = HIDDEN.sub(" ", after_thinking(response))
+    return re.sub(r"<\|begin_of_box\|>((?:(?!<\|begin).)*?)<\|end_of_box\|>", r"\\boxed{\1}", seen, flags=re.DOTALL)
 
 
 def alternatives(truth: str) -> list[str]:
     """Return the truths of which any one is right: those of a JSON list of texts, or else the truth alone."""
     if truth.lstrip().startswith("["):
-        try:
-            found = json.loads(truth)
-        except ValueError:
-            found = None
+        found = None
+        for read in (json.loads, ast.literal_eval):  # as JSON writes a list, or as Python does
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                found = found or read(truth)
         is_list = isinstance(found, list) and len(found) > 0
         if is_list and all(isinstance(text, str) for text in found):
             return found
@@ -72,6 +93,8 @@ def alternatives(truth: str) -> list[str]:
 
 def number_of(text: str) -> Fraction:
     """Return the exact value of a number such as "1,024", "-$5", "1e3" or "7/2". Raises ValueError for other texts."""
+    if re.search(r"[^-0-9.,eE/]", re.sub(rf"[{DASHES}\s$\u20ac\u00a3\\!{{}}]|frac", "", text)):
+        raise ValueError(f"{text[:40]!r} is no number")
     plain = re.sub(f"[{DASHES}]", "-", text)
     plain = re.sub(r"\{,\}|[,\s$\u20ac\u00a3]|\\(?=\$)|\\!", "", plain)
     plain = re.sub(r"\\[dtc]?frac(?:\{(.*?)\}\{(.*?)\}|([0-9])([0-9]))", r"\1\3/\2\4", plain)
@@ -84,10 +107,10 @@ def number_of(text: str) -> Fraction:
 
 def _is_part(text: str, number: re.Match) -> bool:
     """Test if a number is part of something else: a power, a time, a date, a range, a list, a name or a label."""
-    before, after = text[max(0, number.start() - 20) : number.start()], text[number.end() : number.end() + 8]
+    before, after = text[max(0, number.start() - 20) : number.start()], text[number.end() : number.end() + 12]
     if PART_BEFORE.search(before):
         return True
-    if POWER.match(after) or re.match(r"[:/][0-9]|\s?\?|\s(?:or|to)\s[0-9]", after) or LABEL.search(before):
+    if PART_AFTER.match(after) or LABEL.search(before):
         return True
     return after[:1] == "!" and re.search(r"(?:^|[-+*/=(])\s?$", before) is not None  # 7!, not "It is 7!"
 
@@ -121,14 +144,16 @@ def marked_number(text: str) -> str | None:
     line = line.rpartition("=")[2]
     numbers = list(NUMBER.finditer(line[:LONGEST_ANSWER]))
     last_line = before.rstrip().rpartition("\n")[2]
-    if not numbers or NEGATED.search(line, 0, numbers[0].start()):
+    if not numbers or NEGATED.search(line, 0, numbers[0].start()) or PART_BEFORE.search(line[: numbers[0].start()]):
         return None
     if (last_line.startswith("####") and numbers[0][0] not in last_line) or (
         CORRECTED.match(after) and NUMBER.search(after[:200])
     ):
         return None
     between = [line[a.end() : b.start()] for a, b in itertools.pairwise(numbers)]
-    if POWER.match(line, numbers[0].end()) or (between and re.fullmatch(r"[\s,;/|&%]*(?:or|and|to)?\s*", between[0])):
+    if PART_AFTER.match(line, numbers[0].end()) or re.fullmatch(
+        r"[\s,;/|&%]*(?:or|and|to)?\s*", (between or ["..."])[0]
+    ):
         return None
     return numbers[0][0]
 

@@ -328,7 +328,7 @@ def _own_solution(row: dict, tests: CodeTests) -> tuple[str, str]:
     return "", ""
 
 
-def code_error(truth: str, row: dict) -> str:
+def code_error(truth: str, row: dict, question: str = "") -> str:
     """Describe the error in a row's tests, found by running them, or return "" if there is none.
 
     The row's own solution must pass, by the way that every sample goes. Without one, test code is run against a
@@ -336,6 +336,8 @@ def code_error(truth: str, row: dict) -> str:
     """
     try:
         tests = read_tests(truth, row)
+        if tests.method and question and tests.entry not in f"{question} {row.get('starter_code')}":
+            return f"tests: the prompt never names the function {tests.entry}; add a column starter_code"
         if sandbox.namespaces_refused() and not sandbox.allow_unsafe:
             return ""  # nothing may run: the run ends at its start
         column, program = _own_solution(row, tests)

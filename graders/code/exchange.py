@@ -105,8 +105,16 @@ def run(lines, mode: str, before: str, code: str, entry_point: str) -> None:
 # --------------------------------------------------------------------------------------------------------- the program
 
 
+# What judges of contests import before a program. As built-in names they are none of the program's own functions.
+CONTEST = "bisect collections copy functools heapq itertools json math operator os random re string sys time typing"
+
+
 def execute(before: str, code: str, scope: dict) -> None:
     """Run ``code`` after ``before``: as text of its own, or as its continuation where it is none alone."""
+    names = {}
+    for module in CONTEST.split():
+        exec(f"import {module}\nfrom {module} import *", names)
+    vars(builtins).update(names | vars(builtins))
     try:
         parts = [compile(text, "solution.py", "exec", dont_inherit=True) for text in (before, code)]
     except SyntaxError:

@@ -3,18 +3,20 @@
     from graders.math import verify
     verify("So the sum is $\\boxed{\\frac{1}{2}}$.", "0.5")  # True
 
-math-verify compares expressions; the other modules find the final answer (extraction.py), compare texts, choices,
-dates and lists (answers.py), units (units.py), and what math-verify does not compare or gets wrong (algebra.py).
+math-verify compares expressions; the other modules find the final answer (extraction.py), read the text of formulas
+(tex.py), compare texts, choices, dates and lists (answers.py), units (units.py), and what math-verify does not compare
+or gets wrong (algebra.py).
 """
 
 from __future__ import annotations
 
 import re
 
-from graders.math.algebra import parse_math, parts_of
-from graders.math.answers import equal, is_echo, tidy
-from graders.math.extraction import boxed_answer, final_answer
-from graders.text import after_thinking, alternatives
+from graders.math.algebra import parse_math
+from graders.math.answers import equal, tidy
+from graders.math.extraction import boxed_answer, final_answer, is_echo
+from graders.math.tex import parts_of
+from graders.text import BOX, alternatives, answering
 
 
 def verify(response: str, truth: str, question: str = "") -> bool:
@@ -28,7 +30,7 @@ def verify(response: str, truth: str, question: str = "") -> bool:
 
 def judge(response: str, truth: str, question: str = "") -> tuple[bool, str | None, bool]:
     """Return (right, the final answer or None if there is none, whether it only copies a formula of the question)."""
-    text = after_thinking(response)
+    text = answering(response)
     for one in alternatives(truth):
         boxed, _, _ = boxed_answer(one, True)
         wanted = tidy(boxed or one)
@@ -51,6 +53,8 @@ def no_answer(truth: str, row: dict) -> str:
     """
     if truth.strip(" .").casefold() in ("proof", "notfound", "not found"):
         return "it is a word for having no answer"
+    if BOX.search(truth) and not boxed_answer(truth, True)[0]:
+        return "its box is empty or never closed"
     prose = re.findall("[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", truth))
     if boxed_answer(truth, True)[0] or (truth != row.get("solution") and len(prose) < 20):
         return ""

@@ -1,8 +1,7 @@
 """Decide whether two answers are equal, for ``graders.math.judge``.
 
 Two answers are equal if their texts are, without characters that carry no meaning; if they are the same words, choice,
-date or number; or if algebra.py finds the original texts equal (units.py compares units). The
-rewriting for the comparison of texts never reaches the parser.
+date or number; or if algebra.py finds them equal. The rewriting for the comparison of texts never reaches the parser.
 """
 
 from __future__ import annotations
@@ -12,52 +11,40 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable
+from fractions import Fraction
 
-from graders.math.algebra import parts_of, same_value, without_thousands
-from graders.math.units import (
+from graders.math.algebra import same_value
+from graders.math.tex import (
     GROUP,
-    PERCENT,
     TEXT,
-    amount_of,
+    letters_of,
+    parts_of,
+    renamed,
+    signs,
+    spelled,
+    with_cases_apart,
+    without_modulus,
+    without_thousands,
+)
+from graders.math.units import (
+    PERCENT,
+    SIZES,
+    UNITS,
     decimal_of,
     is_word,
     same_percentage,
-    same_time,
     scale_between,
     split_unit,
     unit_of,
 )
 from graders.text import DASHES, INVISIBLE, without_delimiters
 
-# ------------------------------------------------------------------------------------------------------ math: text
-
-UNICODE = str.maketrans(
-    {
-        "\u2212": "-",
-        "\u00d7": "\\times ",
-        "\u00b7": "\\cdot ",
-        "\u00f7": "\\div ",
-        "\u2264": "\\le ",
-        "\u2265": "\\ge ",
-        "\u2260": "\\ne ",
-        "\u03c0": "\\pi ",
-        "\u221e": "\\infty ",
-        "\u222a": "\\cup ",
-        "\u2229": "\\cap ",
-        "\u2208": "\\in ",
-        "\u00b1": "\\pm ",
-        "\u00b0": "^\\circ ",
-        "\u2205": "\\emptyset ",
-        "\u03a9": "\\Omega ",
-        "\u2126": "\\Omega ",
-        "\u2044": "/",
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-        "\u201c": '"',
-        "\u201d": '"',
-    }
+COMMANDS = (  # a character, and the command of LaTeX for it
+    "\u00d7times \u00b7cdot \u00f7div \u2264le \u2265ge \u2260ne \u03c0pi \u221einfty \u222acup \u2229cap "
+    "\u2208in \u00b1pm \u2205emptyset \u03a9Omega \u2126Omega "
 )
+UNICODE = {ord(word[0]): f"\\{word[1:]} " for word in COMMANDS.split()}
+UNICODE |= {0xB0: "^\\circ ", 0x2212: "-", 0x2044: "/", 0xA0: " ", 0x202F: " ", 0x2009: " ", 0x201C: '"', 0x201D: '"'}
 RAISED = "\u00b2\u00b3\u00b9\u2070\u2074-\u2079\u207a\u207b\u207f"
 LOWERED = "\u2080-\u2089\u208a\u208b"
 FUNCTIONS = "ln|log|sin|cos|tan|cot|csc|arcsin|arccos|arctan|sinh|cosh|tanh|exp|gcd|lcm"
@@ -72,7 +59,6 @@ TYPESET = [  # (pattern, what stands in its place) before the parser: how a form
     (r"\\(?:textcolor|color)\s*\{[A-Za-z0-9!]*\}", ""),
     (r"\\(?:nice|s)frac(?![A-Za-z])", r"\\frac"),
     (r"\\(?:(?:text|script|display)style|large|Large|huge|bf|rm|it|mathstrut|limits|nolimits)(?![A-Za-z])\s*", ""),
-    (r"\\q?quad(?![A-Za-z])", " "),
     (r"(?<=[0-9]),\\!\s*(?=[0-9]{3}(?![0-9]))", ","),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     (rf"\\(?:operatorname\*?|mathrm|text)\s*\{{\s*({FUNCTIONS})\s*\}}(?=\s*[^\s.,;)\]}}])", r"\\\1 "),
@@ -87,15 +73,18 @@ TYPESET = [  # (pattern, what stands in its place) before the parser: how a form
     (r"\\degree(?![A-Za-z])", r"^\\circ "),
     (r"\\bigcup(?![A-Za-z])", r"\\cup"),
     (r"\\(?:lor|vee)(?![A-Za-z])", r"\\text{ or }"),
-    (r"\\(?:land|wedge)(?![A-Za-z])", r"\\text{ and }"),
     (r"^\s*(?:\\(?:approx|sim|simeq)(?![A-Za-z])|\\text\s*\{\s*(?:about|approximately|the year)\s*\})\s*", ""),
     (r"^<(?=[^<>]*,)([^<>]*)>$", r"(\1)"),
-    (r"(?i:\b([ap])\.\s?m(?![a-z])\.?)", r"\1m"),
     (r"_\s*\{\s*\\(max|min)\s*\}", r"_{\1}"),
     (r"(?:\{\})?\s*[\^_]\s*\{?([0-9]+)\}?\s*(?:\\(?:text|mathrm)\s*\{C\}|C)\s*_\s*\{?([0-9]+)\}?", r"\\binom{\1}{\2}"),
     (r"^\(\s*([0-9A-Z]+)\s*\)(?=_)", r"\1"),
+    (r"(?<=[0-9A-F])(?:\s|\\[,; ])*(?:\\text\s*\{)?[\s(]*base[\s}]*([0-9]{1,2})[\s)}]*$", r"_{\1}"),
+    (
+        r"^(?!.*\b(?:not|never|no)\b)(?:The|It|There|So)(?:\\?\s+[A-Za-z]+){0,5}\\?\s+(?:is|are)(?:\\?\s)+(?=[-0-9\\])",
+        "",
+    ),
+    (r"(?<![\s(])(?:\s|\\[,;: ]|\()*+\\text\s*+\{[\s(]*+(?:since|because)\b.*$", ""),
     (r"(?:(?<=[0-9])|(?<=[0-9]\s))(?:\\text\s*\{\s*percent\s*\}|percent)$", r"\\%"),
-    (r"(?<=[0-9.])\s*\\(?:mathrm|text)\s*\{\s*[eE]\s*\}\s*(?=[-+]?[0-9])", "e"),
     (r"\\(?:vec|hat|mathbf|boldsymbol|bm)\s*\{?\s*\\?([ijk])(?:math)?(?![A-Za-z])\s*\}?", r"\1 "),
 ]
 BUILDER = re.compile(  # \{x : x < 3\}, \{x \in \mathbb{R} \mid x < 3\}
@@ -126,7 +115,7 @@ DECORATION = [  # (pattern, what stands in its place) for the comparison of text
 
 
 @functools.lru_cache(maxsize=1024)
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Remove from a text what does not change its meaning; if two results are equal, the answers are the same."""
     for pattern, instead in DECORATION:
         text = re.sub(pattern, instead, text)
@@ -135,10 +124,9 @@ def _plain(text: str) -> str:
 
 SAID_IN_TEXT = TEXT + r"\{[^{}]*(?:\b(?:is|are):?|\banswer:)\s*\}\s*(?=.)"  # \boxed{\text{The answer is } 5}
 ARTICLE = r"^(?i:(?:on|is|are)\s+)?(?i:(?:an?|the)\s+)?(?=[A-Za-z]{2})"
-SHORT = {name[:3]: name for name in ["monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday"]}
-SHORT |= {name[:3]: name for name in ["january", "february", "march", "april", "june", "july", "august", "september"]}
-SHORT |= {"oct": "october", "nov": "november", "dec": "december", "sept": "september", "tues": "tuesday"}
-SHORT |= {"thur": "thursday", "thurs": "thursday"}
+DAYS = "monday tuesday wednesday thursday friday saturday sunday"
+NAMES = f"{DAYS} january february march april may june july august september october november december".split()
+SHORT = {name[:length]: name for name in NAMES for length in (3, 4, 5)}
 
 
 def _words(text: str) -> list[str]:
@@ -169,19 +157,13 @@ def _ascii(text: str) -> str:
     """Replace special characters of a text by commands of LaTeX: x² by x^{2}, ½ by \\frac{1}{2}."""
     text = re.sub("[\u00bc-\u00be\u2150-\u215e]", lambda sign: " " + unicodedata.normalize("NFKC", sign[0]), text)
     text = re.sub("([0-9]+)\u2044([0-9]+)", r"\\frac{\1}{\2}", text)
-    for signs, script in ((RAISED, "^"), (LOWERED, "_")):
-        text = re.sub(f"([{signs}]+)", rf"{script}{{\1}}", text)
+    for letters, script in ((RAISED, "^"), (LOWERED, "_")):
+        text = re.sub(f"([{letters}]+)", rf"{script}{{\1}}", text)
     text = re.sub(f"[{RAISED}{LOWERED}]", lambda sign: unicodedata.normalize("NFKC", sign[0]), text)
-    text = re.sub(r"\u221a\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"\u221a\s*(?:\(([^()]*)\)|([0-9.]+|[A-Za-z]))", r"\\sqrt{\1\2}", text.replace("\u221b", "\\sqrt[3]"))
     text = re.sub(rf"(?:^|(?<=[\s(=,\[{{]))[{DASHES}](?=[0-9.\\A-Za-z])", "-", text)
     text = re.sub(rf"(?<=[A-Za-z)}}])[{DASHES}](?=[0-9\\(])", "-", text)
     return text.translate(UNICODE)
-
-
-def _without_braces(text: str) -> str:
-    """Remove the pair of braces around an entire text, if there is one."""
-    whole = re.fullmatch(GROUP, text)
-    return text[1:-1].strip() if whole and not re.search(r"\\(?:choose|over)(?![A-Za-z])", text) else text
 
 
 @functools.lru_cache(maxsize=1024)
@@ -198,7 +180,7 @@ def tidy(text: str) -> str:
         text = condition[1].removesuffix("\\right").strip()
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         text = re.sub(r"([0-9.]+)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)", r"\\frac{\1\\pi}{180}", text)
-    text = _without_braces(text.strip())
+    text = spelled(text.strip())
     text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("**", "^")
     text = re.sub(r"(?<![A-Za-z\\])pi(?![A-Za-z])", r"\\pi", text)
     text = re.sub(SAID_IN_TEXT, "", text, flags=re.IGNORECASE)
@@ -226,12 +208,13 @@ PHRASES = [  # (what is said, how it is said)
     ("infinity", r"(?:positive )?(?:infinity|infinite|inf)|\+?\\infty"),
     ("minus infinity", r"(?:negative|minus) infinity|-\s?(?:infinity|inf|\\infty)"),
     ("all real numbers", r"(?:all )?(?:the )?real numbers|all reals|(?:[a-z] \\in )?\\mathbb\s*\{?r\}?"),
+    ("all integers", r"all (?:the )?integers|\\mathbb\s*\{?z\}?"),
     ("undefined", r"(?:it )?(?:is )?(?:undefined|not defined)"),
 ]
-MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
+MONTHS = [name[:3] for name in NAMES[7:]]
 DATE = re.compile(r"([0-9]{4})[-/]([0-9]{1,2})[-/]([0-9]{1,2})")
 CHOICE = re.compile(
-    r"(?:(?i:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-J])\s*[).:]|\(?([A-Ja-d])\)?\s*$)\s*([^(+*/^=_<>-].*)?"
+    r"(?:(?i:option|choice|answer)\s+)?(?:\(([A-J])\)|([A-Ja-j])\s*[).:]|\(?([A-Ja-d])\)?\s*$)\s*([^(+*/^=_<>-].*)?"
 )
 CASES = re.compile(r"(?:[^=]{0,20}=\s*)?\\begin\s*\{cases\}(.*?)\\end\s*\{cases\}\s*", re.DOTALL)
 CONDITION = re.compile(r"(?:\\text\s*\{\s*)?(?:,|if|for|when|where|in case)\s*\}?\s*")
@@ -320,6 +303,54 @@ def _same_date(answer: str, wanted: str) -> bool | None:
     return False if any(DATE.fullmatch(_phrase(text)) for text in (answer, wanted)) else None
 
 
+TIME = re.compile(r"([0-9]{1,2})(?::([0-5][0-9]))?(?::([0-5][0-9]))?(am|pm|o'?clock)?")
+
+
+def _time(text: str) -> tuple[int, str, bool] | None:
+    """Return (seconds after midnight, "am", "pm" or "", if it is no ratio) of a time of day; None for all else."""
+    plain = re.sub(TEXT + r"\{([^{}]*)\}", r"\1", text).lower()
+    found = TIME.fullmatch(re.sub(r"[\s.]", "", plain))
+    if found is None or not (found[2] or found[4]):
+        return None
+    hour, minute, second = (int(part or 0) for part in found.groups()[:3])
+    half = ""
+    if found[4] in ("am", "pm"):
+        half = found[4]
+        hour = hour % 12 + 12 * (half == "pm")
+    # A ratio has no zero before its second number, no third number, and no common factor.
+    sure = bool(found[3] or found[4]) or minute < 10 or math.gcd(hour, minute) > 1
+    return 3600 * hour + 60 * minute + second, half, sure
+
+
+def same_time(answer: str, wanted: str) -> bool | None:
+    """Test if two times of day are the same, 3 PM and 15:00, or 3:00 of either half; None where neither is a time."""
+    times = [_time(answer), _time(wanted)]
+    if not any(time and time[2] for time in times):
+        return None
+    if None in times:
+        return False if ":" in answer + wanted else None
+    (early, half, _), (late, other, _) = sorted(times)
+    return early == late or (late - early == 12 * 3600 and other == "pm" and not half)
+
+
+AMOUNT = re.compile(r"([0-9][0-9,]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\b\.?\s*(?:,|and\b)?\s*")
+
+
+def amount_of(text: str) -> tuple[str, Fraction, int] | None:
+    """Return (unit, amount in it, number of parts) of "1 hour 30 minutes" or "5 ft"; None for anything else."""
+    plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
+    plain = re.sub(r"\\[,;:! ]|~|\\text", " ", plain).strip()
+    total, bases, end, count = Fraction(0), set(), 0, 0
+    while (part := AMOUNT.match(plain, end)) is not None:
+        unit = UNITS.get(part[2]) or UNITS.get(part[2].lower())
+        base, size = SIZES.get(unit, (unit, Fraction(1)))
+        total += Fraction(part[1].replace(",", "")) * size
+        bases.add(base)
+        end, count = part.end(), count + 1
+    (base,) = bases if len(bases) == 1 else (None,)
+    return (base, total, count) if base and end == len(plain) else None
+
+
 def _same_kind_of_words(answer: str, wanted: str) -> bool | None:
     """Test if two answers are the same choice, date or words, or both say that there is none; None if not words."""
     if (same := _same_option(answer, wanted)) is not None:
@@ -365,21 +396,8 @@ def _paired(answer: list, wanted: list, same: Callable) -> bool:
 def _same_case(case: tuple[str, str], other: tuple[str, str]) -> bool:
     """Return True if two cases of functions have equal values under equal conditions."""
     conditions = case[1], other[1]
-    same = _plain(conditions[0]) == _plain(conditions[1]) or (all(conditions) and equal(*conditions))
+    same = plain(conditions[0]) == plain(conditions[1]) or (all(conditions) and equal(*conditions))
     return same and equal(case[0], other[0])
-
-
-def _letters(text: str) -> set[str]:
-    """Return the variables of a formula: its letters, except for those of commands and of words."""
-    return set(re.findall("[A-Za-z]", re.sub(rf"{TEXT}{GROUP}|\\[A-Za-z]+", " ", text)))
-
-
-def _renamed(text: str, names: dict[str, str]) -> str:
-    """Rename the variables of a formula."""
-    pieces = re.split(rf"({TEXT}{GROUP}|\\(?:begin|end)\s*{GROUP}|\\[A-Za-z]+)", text)
-    return "".join(
-        piece if i % 2 else "".join(names.get(letter, letter) for letter in piece) for i, piece in enumerate(pieces)
-    )
 
 
 def _with_one_name(answer: str, wanted: str) -> tuple[str, str]:
@@ -390,33 +408,20 @@ def _with_one_name(answer: str, wanted: str) -> tuple[str, str]:
     if said:
         answer = answer[: said.start()]
     letter = right[1] if right else "C" if CONSTANT.search(wanted) else None
-    new = _letters(answer) - _letters(wanted)
+    new = letters_of(answer) - letters_of(wanted)
     other = said[1] if said else next(iter(new & set("KkcDA")), None)
-    if letter and other and letter != other and letter not in _letters(answer):
-        answer = _renamed(answer, {other: letter})
+    if letter and other and letter != other and letter not in letters_of(answer):
+        answer = renamed(answer, {other: letter})
     return answer, wanted
-
-
-def _with_cases_apart(answer: str, wanted: str) -> tuple[str, str]:
-    """Rename variables of two formulas that differ in case alone: the parser does not tell M from m."""
-    left, equals, right = answer.partition("=")
-    name = wanted.partition("=")[0].strip()
-    if equals and len(name) <= 8 and left.strip().casefold() == name.casefold():
-        answer = f"{name}={right}"  # "N = 12" is "n = 12"
-    letters = _letters(answer) | _letters(wanted)
-    free = [letter for letter in "qwzypvutrsnmlkjhgba" if not {letter, letter.upper()} & letters]
-    capitals = sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters)
-    names = dict(zip(capitals, free, strict=False))
-    return _renamed(answer, names), _renamed(wanted, names)
 
 
 SYMBOL = r"[A-Za-z](?:_\{?[A-Za-z0-9]{1,3}\}?)?"
 FUNCTION = re.compile(r"([A-Za-z])\s*(?:\\left)?\(\s*([A-Za-z])\s*(?:\\right)?\)\s*=(.*)", re.DOTALL)
-MODULUS = re.compile(
-    r"(?:\s|\\[,;:! ])*+(?:\\pmod\s*\{?\s*([0-9a-z]+)\s*\}?"
-    r"|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?mod)\s*([0-9a-z]+)\s*\))$"
+UNDONE = re.compile(  # what is a question: an integral, a derivative, a determinant, an endless sum or list
+    r"\\(?:i*int|lim|det)(?![A-Za-z])|\\(?:sum|prod)(?![A-Za-z])[^+]{0,40}\\infty|\\begin\s*\{[vV]matrix|,\s*\\[lc]?dots"
+    r"|\\frac\s*\{?\s*d\s*\}?\s*\{\s*d\s*[a-z]\s*\}"
 )
-UNDONE = re.compile(r"\\(?:i*int|lim|det)(?![A-Za-z])|\\frac\s*\{?\s*d\s*\}?\s*\{\s*d\s*[a-z]\s*\}")  # is a question
+NO_NUMBER = re.compile(r"[0-9.]+\s*:\s*[0-9.]+|\[[^][]*,[^][]*\]|[0-9A-Z]+_\s*\{?\s*[0-9]{1,2}\s*\}?")  # 1:2, 12_3
 RATIO_NAME = re.compile(r"^\s*[A-Za-z][A-Za-z0-9_{}']*(?:\s*:\s*[A-Za-z][A-Za-z0-9_{}']*)+\s*=\s*(?=[0-9])")
 IMPLIES = re.compile(r"\\(?:implies|iff|Rightarrow|Leftrightarrow|Longrightarrow)(?![A-Za-z])|=>")
 
@@ -443,22 +448,13 @@ def _same_function(answer: str, wanted: str) -> bool:
     """Test if two functions differ in the letter of their argument alone, or one is y = ... and one f(x) = ..."""
     said, right = FUNCTION.fullmatch(answer), FUNCTION.fullmatch(wanted)
     if said and right:
-        renamed = said[1] == right[1] and said[2] != right[2] and right[2] not in _letters(said[3])
-        return renamed and equal(_renamed(said[3], {said[2]: right[2]}), right[3])
+        other = said[1] == right[1] and said[2] != right[2] and right[2] not in letters_of(said[3])
+        return other and equal(renamed(said[3], {said[2]: right[2]}), right[3])
     function, other = (said or right), (wanted if said else answer)
     name, equals, formula = other.partition("=")
-    if not function or not equals or name.strip() != "y" or "y" in _letters(formula):
+    if not function or not equals or name.strip() != "y" or "y" in letters_of(formula):
         return False
     return equal(function[3], formula)
-
-
-def _without_modulus(answer: str, wanted: str) -> tuple[str, str]:
-    r"""Remove "\pmod 5" from two residues: one of them may leave it out, but their moduli must not differ."""
-    said, right = MODULUS.search(answer), MODULUS.search(wanted)
-    if said and right and (said[1] or said[2]) != (right[1] or right[2]):
-        return answer, ""
-    texts = [text[: found.start()] if found else text for text, found in ((answer, said), (wanted, right))]
-    return tuple(text.replace("\\equiv", "=") if said or right else text for text in texts)
 
 
 def _same_amount(answer: str, wanted: str) -> bool | None:
@@ -476,15 +472,36 @@ def _same_amount(answer: str, wanted: str) -> bool | None:
     return same_value(f"({value}) \\cdot \\frac{{{ratio.numerator}}}{{{ratio.denominator}}}", right)
 
 
+TOTAL = re.compile(  # m + n = 5, 100m + n = 5, \\max = 5, \\cos x = 5: a name of what is asked for
+    r"\s*(?:[0-9]*[A-Za-z](?:\s*[+]\s*[0-9]*[A-Za-z])+|\\(?:max|min|sup|inf)|\\(?:cos|sin|tan)\s*\\?[A-Za-z]+)\s*=(?=[^=]*$)"
+)
+PRIMED = re.compile(r"(?<=[0-9)}\]])'+$")
+
+
+def _same_signs(answer: str, wanted: str) -> bool:
+    """Test if two answers, one of which has both signs of something, have the same values."""
+    values = []
+    for text in (answer, wanted):
+        whole = re.fullmatch(r"(?:\\left)?\\\{(.*?)(?:\\right)?\\\}", text)
+        parts = parts_of(whole[1] if whole else text)
+        bare = [re.sub(rf"^{SYMBOL}\s*=\s*", "", part) for part in parts]
+        values.append([value for part in bare for value in signs(part)])
+    return _paired(*values, equal)
+
+
 def equal(answer: str, wanted: str) -> bool:
     """Test if two tidy answers are the same text, the same words, the same number, or the same by math-verify."""
-    answer, wanted = _without_modulus(answer, wanted)
-    if not _plain(answer) or not _plain(wanted):
+    answer, wanted = without_modulus(answer, wanted)
+    if not plain(answer) or not plain(wanted):
         return False
-    if _plain(answer) == _plain(wanted):
+    if plain(answer) == plain(wanted):
         return True
-    if UNDONE.search(answer) and not UNDONE.search(wanted):
+    if any(sign.search(answer) and not sign.search(wanted) for sign in (UNDONE, PRIMED)) and not split_unit(wanted)[1]:
         return False
+    if "=" not in wanted and (named := TOTAL.match(answer)) is not None:
+        answer = answer[named.end() :]
+    if re.search(r"\\(?:pm|mp)(?![A-Za-z])", answer + wanted):
+        return _same_signs(answer, wanted)
     if IMPLIES.search(answer) and not IMPLIES.search(wanted):
         return all(equal(step, wanted) for step in IMPLIES.split(answer)[:5])
     same = _same_kind_of_words(answer, wanted)
@@ -509,13 +526,17 @@ def equal(answer: str, wanted: str) -> bool:
 def _equal_values(answer: str, wanted: str) -> bool:
     """Test if two answers of numbers and letters are equal, units and percent signs aside where they may be missing."""
     said, right = RATIO_NAME.match(answer), RATIO_NAME.match(wanted)
-    if not said or not right or _plain(said[0]) == _plain(right[0]):
+    if not said or not right or plain(said[0]) == plain(right[0]):
         answer, wanted = RATIO_NAME.sub("", answer), RATIO_NAME.sub("", wanted)
     bare = re.fullmatch(r"(-?[0-9][0-9.,]*)\s*([A-Za-z])", answer)
     if bare and unit_of(bare[2]) == split_unit(wanted)[1] != ():  # "5 m" where the truth has the unit
         answer = bare[1]
+    if (same := same_time(answer, wanted)) is not None:
+        return same
     if same_percentage(answer, wanted) or _same_function(answer, wanted):
         return True
+    if (":" in wanted and PERCENT.search(answer)) or (NO_NUMBER.fullmatch(answer) and decimal_of(wanted) is not None):
+        return False
     percents = bool(PERCENT.search(answer)) + bool(PERCENT.search(wanted))
     if percents == 2:
         answer, wanted = PERCENT.sub("", answer), PERCENT.sub("", wanted)
@@ -527,54 +548,5 @@ def _equal_values(answer: str, wanted: str) -> bool:
     number, right_number = decimal_of(answer), decimal_of(wanted)
     if number is not None and right_number is not None and number == right_number:
         return True
-    if (same := same_time(answer, wanted)) is not None:
-        return same
-    answer, wanted = _with_cases_apart(answer, wanted)
-    return _plain(answer) == _plain(wanted) or same_value(answer, wanted)
-
-
-# ---------------------------------------------------------------------------------------- truths, and the question
-
-
-COMPUTES = re.compile(  # an answer with it is not only read but computed
-    r"[+*/^!|<>=]|\)\s*\(|(?<=[0-9A-Za-z)}])\s*-|_\s*\{?[0-9]"
-    r"|\\(?!text|mathrm|pi|infty|circ|degree|cup|left|right|[,;:! ]|%|\$)"
-)
-EDGE = "\x01"  # stands for what delimits a formula in a question
-UNSEEN = re.compile(r"\\(?:left|right|displaystyle|limits|quad|qquad)(?![A-Za-z])|\\[,;:! ]|~")
-JOINS_LEFT = re.compile(r"(?:[-+*/^_({\[|\\)}]|\\(?:cdot|times|div|pm|frac|sqrt))\s*$|[A-Za-z0-9]$")
-JOINS_RIGHT = re.compile(r"\s*(?:[-+*/^_({\[!]|\\(?:cdot|times|div|pm|frac|sqrt|left))|[A-Za-z0-9]")
-
-
-def _seen(text: str) -> str:
-    """Remove from a formula or a question what may differ between two copies of a formula."""
-    text = UNSEEN.sub(" ", re.sub(r"\\[dt]frac", r"\\frac", re.sub(r"\$+|\\[()\[\]]", EDGE, text)))
-    text = re.sub(r"\{\s*([0-9A-Za-z]+)\s*\\choose\s*([0-9A-Za-z]+)\s*\}", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r"\1/\2", text)
-    return re.sub(r"\{([A-Za-z]|[0-9]+)\}", r" \1 ", text)
-
-
-def is_echo(answer: str, wanted: str, question: str) -> bool:
-    """Test if an answer that equals the truth is a formula of the question, and leaves the computing to the grader.
-
-    What is the text of the truth is no echo, nor is a number or a fraction in lowest terms in the middle of a sentence.
-    """
-    bare, right = (re.sub(rf"^{SYMBOL}\s*=\s*", "", text) for text in (tidy(answer), wanted))
-    if not question or _plain(bare) == _plain(right):
-        return False
-    asked, said = _seen(question), _seen(answer).strip(f" \n.,;{EDGE}")
-    if re.fullmatch("[a-d]", said):  # a variable, and not the name of a choice
-        formulas = asked.split(EDGE)[1::2]
-        return any(re.search(rf"(?<![A-Za-z\\]){said}(?![A-Za-z])", formula) for formula in formulas)
-    if not COMPUTES.search(re.sub(TEXT + rf"{GROUP}(?:\s*\^\s*\{{?-?[0-9]\}}?)?", "", said)):
-        return False
-    simple = re.fullmatch(r"-?(?:\\frac)?\s*\{?([0-9]+)\}?\s*/?\s*\{?([0-9]+)\}?", said)
-    lowest = simple is not None and math.gcd(int(simple[1]), int(simple[2])) == 1
-    tokens = re.findall(r"\\[A-Za-z]+|[0-9.]+|\S", said)
-    for copy in re.finditer(r"\s*".join(map(re.escape, tokens)), asked):
-        before, after = asked[max(0, copy.start() - 20) : copy.start()], asked[copy.end() : copy.end() + 20]
-        if lowest and not (before.rstrip().endswith(EDGE) and after.lstrip(" .,").startswith(EDGE)):
-            continue
-        if not JOINS_LEFT.search(before) and not JOINS_RIGHT.match(after):
-            return True
-    return False
+    answer, wanted = with_cases_apart(answer, wanted)
+    return plain(answer) == plain(wanted) or same_value(answer, wanted)

@@ -1,10 +1,13 @@
-"""Find the final answer of a response: in boxes, tags, announcements and sentences."""
+"""Find the final answer of a response in boxes, tags, announcements and sentences; tell if it copies the question."""
 
 from __future__ import annotations
 
 import collections
+import math
 import re
 
+from graders.math.answers import SYMBOL, plain, tidy
+from graders.math.tex import operations
 from graders.text import (
     BOX,
     CORRECTED,
@@ -20,8 +23,15 @@ from graders.text import (
     without_delimiters,
 )
 
-RETRACTED = re.compile(  # "Wait, that is wrong"
-    r"(?:^|[.!\n])\s*(?:wait|actually|no|sorry|oops|hmm)\b[^.\n]{0,40}\b(?:wrong|incorrect|mistake|not right)\b",
+RETRACTED = re.compile(  # "Wait, that is wrong", "This is incorrect", "(just kidding, it's 6)"
+    r"(?:^|[.!,\n(])\s*(?:wait|actually|no|sorry|oops|hmm|th(?:is|at|ey)|it|but|just)\b"
+    r"[^.\n]{0,40}\b(?:wrong|incorrect|false|mistaken?|not right|kidding|contradict\w*)\b",
+    re.IGNORECASE,
+)
+SUPPOSED = re.compile(  # the beginning of a sentence in which "the answer is" states nothing
+    r"\b(?:if|whether|unless|suppos\w+|assum\w+|imagin\w+|pretend\w*|refus\w+|den(?:y|ies)|doubt\w*|false|untrue"
+    r"|mistak\w+|let's say|(?<!\bI )(?<!\bwe )(?:think|thinks|thought|guess|guesse[sd]|claim\w*|believes?|says?|said))"
+    r"\b[^.!?\n,;:]*$",
     re.IGNORECASE,
 )
 
@@ -36,10 +46,11 @@ ANNOUNCED = re.compile(
     r"|(?<!as a )\bresult\b[*_ ]{0,4}:|\bans\.(?=\s)"
     r"|(?:^|\n)[ \t>#*_]{0,8}(?:the )?(?:final )?answer[ \t*_]{0,8}(?:\n[-=]{3,}(?=\n)|(?=\n|[$\\0-9]|-[0-9.]))"
     r"|\b(?:respuesta|r\u00e9ponse|antwort|risposta|resposta|\u043e\u0442\u0432\u0435\u0442)\b"
-    r"(?:(?!\b(?:no|non|nicht|n\u00e3o|pas|\u043d\u0435)\b)[^.?!\n:=$]){0,40}?"
-    r"(?:\b(?:es|est|ist|\u00e8|\u00e9)\b[ \t*_]*:?|:|=)"
+    r"(?:(?!\b(?:no|non|nicht|n\u00e3o|pas|\u043d\u0435|nunca|jamais|nie|mai)\b)[^.?!\n:=$]){0,40}?"
+    r"(?:\b(?:es|est|ist|lautet|\u00e8|\u00e9)\b[ \t*_]*:?|:|=)"
     r"|(?:\u7b54\u6848|\u7b54\u3048|\uc815\ub2f5|\ub2f5)[^.?!\n:=$\u4e0d]{0,20}?"
-    r"(?:[\u662f\u4e3a\u70ba\u306f](?!\u4e0d)[ \t*_]*:?|[\uc740\ub294]|:|=)",
+    r"(?:[\u662f\u4e3a\u70ba\u306f\u9009\u9078](?!\u4e0d)[ \t*_]*:?|[\uc740\ub294]|:|=)"
+    r"|(?:\u6545|\u6240\u4ee5|\u56e0\u6b64|\u5e94|\u61c9)[\u9009\u9078]\s*:?",
     re.IGNORECASE,
 )
 SAID_INSIDE = re.compile(r"^(?:the\s+)?(?:final\s+)?answer(?:\s+is\b|\s*[:=])\s*:?\s*", re.IGNORECASE)  # of a box
@@ -49,7 +60,7 @@ LEADING = re.compile(  # words before the answer of a sentence
     r"(?:(?:that|therefore|thus|then|so|hence|exactly|approximately|about|roughly|around|indeed|simply|just|clearly|"
     r"precisely|only|now|also|still|obviously|evidently|actually|certainly|surely|definitely|nearly|always|"
     r"none other than|nothing but|in fact|for sure|of course|as follows|equal to|equals|given by|found to be|"
-    r"number|the (?:number|value|integer|fraction|option|"
+    r"la|el|le|die|number|the (?:number|value|integer|fraction|option|"
     r"choice)(?: of)?|option|choice)\b[,:]?|:|\u2192|=>|[=>](?=\s))\s*",
     re.IGNORECASE,
 )
@@ -85,18 +96,12 @@ LISTED_BOX = re.compile(  # "x = [box], y = [box]", or one box a line, perhaps b
 WIDEST_GAP = 60  # characters between two boxes that are one answer
 # Where a plain answer stops and prose continues: "5 because ...", "5, as required.", "5. I hope it is correct."
 PROSE = re.compile(
-    r"[.!](?=\s|$)|,?\s(?=(?:I hope|instead of|rather than)\b)"
+    r"[.!](?=\s|$)|,\s*(?=[\u4e00-\u9fff])|,?\s(?=(?:I hope|instead of|rather than)\b)"
     r"|[,;]?\s\(?(?=(?:because|since|as|so|which|where|when|given|assuming|thus|hence|therefore|but"
     r"|i\.e|that is|or equivalently)\b)|\s[(\[](?!mod\b)(?=[a-z]{2,}\s|(?:approximately|exactly)\))"
     r"|\s[\u2013\u2014]\s|\s*[\u2705\u2713\u2714\U0001f300-\U0001faff]",
     re.IGNORECASE,
 )
-
-
-# -------------------------------------------------------------------------------------------------------------- numbers
-
-
-# --------------------------------------------------------------------------------------------------------------- boxes
 
 
 def _joined(between: str, content: str, several: bool) -> bool:
@@ -128,9 +133,6 @@ def boxed_answer(text: str, several: bool) -> tuple[str, int, int]:
         begin_of_next = box.start()
         end_of_last = end_of_last or end
     return ", ".join(reversed(answers)), begin_of_next or 0, end_of_last or 0
-
-
-# ----------------------------------------------------------------------------------------------------------- sentences
 
 
 def _between_delimiters(text: str) -> str | None:
@@ -178,8 +180,8 @@ def _before_tail(line: str) -> str | None:
     return None
 
 
-def _of_sentence(line: str) -> str:
-    """Return the value that a sentence states: what follows its last "is", or the only number that it has."""
+def _of_sentence(line: str, alone: bool) -> str:
+    """Return the value that a sentence states: what follows its last "is", or, if ``alone``, the only number in it."""
     sentence = line[: stop.start()] if (stop := re.search(r"[.!](?=\s|$)", line)) else line
     if (
         HEDGE.search(sentence)
@@ -193,7 +195,7 @@ def _of_sentence(line: str) -> str:
         return _between_delimiters(rest) or _before_tail(rest) or _before_prose(rest)
     numbers = list(NUMBER.finditer(sentence))
     formulas = re.findall(FORMULA, sentence)
-    if len(re.findall("[A-Za-z]{2,}", sentence)) >= 3 and "\\" not in sentence.replace("\\(", "").replace("\\)", ""):
+    if alone and len(re.findall("[A-Za-z]{2,}", sentence)) >= 3 and not re.search(r"\\[^()]", sentence):
         if len(numbers) == 1 and not formulas:
             return numbers[0][0]
         if len(formulas) == 1 and not NUMBER.search(sentence.replace(formulas[0], "")):
@@ -203,7 +205,9 @@ def _of_sentence(line: str) -> str:
 
 def _announced_answer(text: str) -> str | None:
     """Return the answer after the last announcement, on its line or the next, without delimiters and prose."""
-    announced = collections.deque(ANNOUNCED.finditer(text), maxlen=1)
+    found = ANNOUNCED.finditer(text)
+    stated = (one for one in found if not SUPPOSED.search(text, max(0, one.start() - 80), one.start()))
+    announced = collections.deque(stated, maxlen=1)
     if not announced:
         said = collections.deque(CALLED.finditer(text), maxlen=1)
         return without_delimiters(said[0][1] or said[0][2]) if said else None
@@ -215,18 +219,19 @@ def _announced_answer(text: str) -> str | None:
     rest = rest.strip(" \t\r\n:*") if rest.lstrip(" \t:*").startswith("\n") else rest.strip(" \t:")
     rest = re.sub(r"^(?:\*\*|__)\s+", "", rest)  # "**Answer:** 5"
     rest = re.sub(r"^```[a-z]*\s*", "", rest).partition("</answer>")[0]
+    sentence = announced[0][0][-1:] in "#:=" or rest.startswith("that ")  # and not "is the square of 5"
     for _ in range(4):
         rest = LEADING.sub("", rest, count=1) if LEADING.match(rest) else rest
     line = rest.partition("\n")[0]
-    return _between_delimiters(rest) or _before_tail(line) or _before_prose(_stated(line))
+    return _between_delimiters(rest) or _before_tail(line) or _before_prose(_stated(line, sentence))
 
 
-def _stated(line: str) -> str:
+def _stated(line: str, alone: bool) -> str:
     """Return a line that is a value already, or else the value that its first sentence states."""
     begins = VALUE.match(line)
     if begins and not re.match(rf"\s+{IS}\b", line[begins.end() :][:20]):
         return line
-    return _of_sentence(line) if begins or re.match(r"[A-Za-z]+(?:'[a-z]+)?\s", line) else line
+    return _of_sentence(line, alone) if begins or re.match(r"[A-Za-z]+(?:'[a-z]+)?\s", line) else line
 
 
 def _is_complete(answer: str) -> bool:
@@ -278,3 +283,30 @@ def _inside_tag(text: str) -> str | None:
     """Return the text of the last ``<answer>...</answer>``; None without one, or if another answer comes after it."""
     after = text.rpartition("</answer>")[2]
     return None if BOX.search(after) or ANNOUNCED.search(after) else in_last_tag(text)
+
+
+EDGES = re.compile(r"\$+|\\[()\[\]]")  # of a formula in a question
+
+
+def is_echo(answer: str, wanted: str, question: str) -> bool:
+    """Test if an answer that equals the truth copies a formula of the question, and leaves the computing to the grader.
+
+    It holds a number or operation that the truth does not, and one formula of the question, or its text, holds all of
+    them. The truth's own text is no copy, nor is a fraction in lowest terms in a sentence.
+    """
+    name = rf"^{SYMBOL}\s*=\s*"
+    bare = re.sub(name, "", tidy(answer)).rpartition("=")[2]
+    right = re.split(r"=|\\approx", re.sub(name, "", wanted))[-1]
+    if not question or plain(bare) == plain(right):
+        return False
+    texts = EDGES.split(question)
+    if re.fullmatch("[a-d]", bare):  # a variable, and not the name of a choice
+        return any(re.search(rf"(?<![A-Za-z\\]){bare}(?![A-Za-z])", formula) for formula in texts[1::2])
+    said = operations(bare)
+    left = said - operations(right)
+    simple = re.fullmatch(r"-?(?:\\frac)?\s*\{?([0-9]+)\}?\s*/?\s*\{?([0-9]+)\}?", bare)
+    if simple is not None and math.gcd(int(simple[1]), int(simple[2])) == 1:
+        alone = any(plain(tidy(text)) == plain(bare) for text in texts[1::2])
+        texts = texts[1::2] if alone else []
+    computes = sum(said.values()) > 1 or any(not token[0].isdigit() for token in left)
+    return bool(left) and computes and any(not said - operations(tidy(text)) for text in texts)

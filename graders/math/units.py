@@ -1,70 +1,39 @@
-"""Units, money, percent signs and clock times in final answers: split them from their numbers and compare them."""
+"""Units, money and percent signs in final answers: split them from their numbers and compare them."""
 
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
 
-TEXT = r"\\(?:text|textrm|textbf|textit|textnormal|mathrm|mathbf|mathit|mbox)\s*"
-GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # what stands in braces, with one pair of braces inside
+from graders.math.tex import GROUP, TEXT
+
 GAP = r"(?:\s|\\[,;:! ]|~)*"
 
-SAME_UNIT = (  # one unit a line; what is not here has no other name, and is never taken for a different unit
-    "mm millimeter millimeters millimetre millimetres",
-    "cm centimeter centimeters centimetre centimetres",
-    "m meter meters metre metres",
-    "km kilometer kilometers kilometre kilometres",
-    "in inch inches",
-    "ft foot feet",
-    "yd yard yards",
-    "mi mile miles",
-    "milligram milligrams",
-    "g gram grams gm",
-    "kg kilogram kilograms",
-    "lb lbs pound pounds gbp",  # of weight or of money: where one name may be either, nothing is a different unit
-    "oz ounce ounces",
-    "ml milliliter milliliters millilitre",
-    "l liter liters litre litres",
-    "gal gallon gallons",
-    "s sec secs second seconds",
-    "min mins minute minutes",
-    "h hr hrs hour hours",
-    "day days",
-    "week weeks",
-    "month months",
-    "yr year years",
-    "dollar dollars usd",
-    "cent cents",
-    "euro euros eur",
-    "rupee rupees rs inr",
-    "yen yuan jpy cny",
-    "deg degree degrees",
-    "rad radian radians",
-    "am a.m",
-    "pm p.m",
-    "n newton newtons",
-    "j joule joules",
-    "w watt watts",
-    "v volt volts",
-    "a amp amps ampere amperes",
-    "hz hertz",
-    "pa pascal pascals",
-    "ohm ohms",
-    "ev electronvolt electronvolts",
-    "kelvin kelvins K",
-    "mol mole moles",
-    "farad farads",
-    "acre acres",
+SAME_UNIT = (  # what is not here is never taken for a different unit; nor are pounds, of weight or of money
+    "mm millimeter millimeters millimetre millimetres, cm centimeter centimeters centimetre centimetres, "
+    "m meter meters metre metres, km kilometer kilometers kilometre kilometres, in inch inches, ft foot feet, "
+    "yd yard yards, mi mile miles, milligram milligrams, g gram grams gm, kg kilogram kilograms, "
+    "lb lbs pound pounds gbp, oz ounce ounces, ml milliliter milliliters millilitre, l liter liters litre litres, "
+    "gal gallon gallons, s sec secs second seconds, min mins minute minutes, h hr hrs hour hours, day days, "
+    "week weeks, month months, yr year years, dollar dollars usd, cent cents, euro euros eur, rupee rupees rs inr, "
+    "yen yuan jpy cny, deg degree degrees, rad radian radians, am a.m, pm p.m, n newton newtons, j joule joules, "
+    "w watt watts, v volt volts, a amp amps ampere amperes, hz hertz, pa pascal pascals, ohm ohms, "
+    "ev electronvolt electronvolts, kelvin kelvins K, mol mole moles, farad farads, acre acres "
 )
-UNITS = {name: line.split()[0] for line in SAME_UNIT for name in line.split()}
-PREFIXES = {"giga": "G", "mega": "M", "kilo": "k", "milli": "m", "micro": "\u00b5", "nano": "n", "pico": "p"}
-SI = {"G": 9, "M": 6, "k": 3, "m": -3, "\u00b5": -6, "n": -9, "p": -12}  # powers of ten
-SYMBOLS = {"m": "m", "g": "g", "s": "s", "L": "l", "W": "w", "V": "v", "A": "a", "J": "j", "N": "n", "Hz": "hz"}
-SYMBOLS |= {"Pa": "pa", "ohm": "ohm", "eV": "ev", "mol": "mol", "F": "farad"}
+UNITS = {name: line.split()[0] for line in SAME_UNIT.split(",") for name in line.split()}
+
+
+def _table(text: str) -> dict[str, str]:
+    """Read a table that is written as "key value, key value"; the value may be several words."""
+    return dict(line.split(maxsplit=1) for line in text.split(","))
+
+
+PREFIXES = _table("giga G, mega M, kilo k, milli m, micro \u00b5, nano n, pico p")
+SI = _table("G 1e9, M 1e6, k 1e3, m 1e-3, \u00b5 1e-6, n 1e-9, p 1e-12")
+SYMBOLS = _table("m m, g g, s s, L l, W w, V v, A a, J j, N n, Hz hz, Pa pa, ohm ohm, eV ev, mol mol, F farad")
 
 
 def _scaled() -> dict[str, str]:
@@ -84,15 +53,21 @@ SCALED = _scaled()
 SCALED |= {"milligram": "mg", "milligrams": "mg", "um": "\u00b5m"}
 UNITS = {name: SCALED.get(name, base) for name, base in UNITS.items()}
 SIZES = {  # unit -> (the unit that it is a multiple of, how many of it)
-    letter + base: (base, Fraction(10) ** power) for base in SYMBOLS.values() for letter, power in SI.items()
+    letter + base: (base, Fraction(size)) for base in SYMBOLS.values() for letter, size in SI.items()
 }
-SIZES |= {"cm": ("m", Fraction(1, 100)), "in": ("ft", Fraction(1, 12)), "yd": ("ft", Fraction(3))}
-SIZES |= {"mi": ("ft", Fraction(5280)), "min": ("s", Fraction(60)), "h": ("s", Fraction(3600))}
-SIZES |= {"day": ("s", Fraction(86400)), "week": ("s", Fraction(604800)), "yr": ("month", Fraction(12))}
-SIZES |= {"dollar": ("cent", Fraction(100)), "pa": ("pa", Fraction(1))}  # not pico-amperes
-POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3, "per": -1}
-COMPOUND = {"mph": "mi / h", "kmh": "km / h", "kph": "km / h", "kmph": "km / h", "sqft": "ft ^2", "fps": "ft / s"}
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}  # powers of ten
+MULTIPLES = _table(
+    "cm m 1/100, in ft 1/12, yd ft 3, mi ft 5280, min s 60, h s 3600, day s 86400, week s 604800, yr month 12, "
+    "dollar cent 100, pa pa 1"  # pascals, not pico-amperes
+)
+for name, multiple in MULTIPLES.items():
+    base, size = multiple.split()
+    SIZES[name] = (base, Fraction(size))
+POWERS = _table("square 2, sq 2, squared 2, cubic 3, cu 3, cubed 3")
+COMPOUND = _table("mph mi / h, kmh km / h, kph km / h, kmph km / h, sqft ft ^2, fps ft / s")
+SCALES = _table(  # powers of ten
+    "ten 1, hundred 2, thousand 3, million 6, billion 9, trillion 12, k 3, M 6, mn 6, bn 9, mille -3, basis -4, "
+    "ppm -6, ppb -9"
+)
 # Words that may stand among those that name a unit.
 BETWEEN = {"of", "to", "on", "at", "by", "for", "the", "with", "any", "all"}
 NO_UNIT = re.compile(
@@ -101,7 +76,8 @@ NO_UNIT = re.compile(
     re.IGNORECASE,
 )
 NO_TAIL = re.compile(
-    r"\b(?:not|wrong|incorrect|false|and|or|more|less|dozen|pairs|max|lg|det|exp|maybe|perhaps|possibly|probably)\b",
+    r"\b(?:not|wrong|incorrect|false|and|or|more|less|dozen|pairs|max|lg|det|exp|halves|maybe|perhaps|possibly|probably"
+    r"|factorial|below|BCE?)\b|^\W*(?:text\W*)?(?:squared|cubed)",
     re.IGNORECASE,
 )
 EXPONENT = r"(?:\s*+\^\s*+(?:\{\s*+-?[0-9]\s*+\}|-?[0-9]))?+"  # possessive: blanks may be read in one way alone
@@ -115,13 +91,22 @@ UNIT_TAIL = re.compile(  # \text{ cm}^2, \mathrm{m}/\mathrm{s}, \Omega, ^\circ C
     r"|(?<=[0-9])'{1,2}\s*$"
 )
 WORD_TAIL = re.compile(rf"(?<=[0-9}})])(?:\\?\s|\\,|~)*((?:[A-Za-z]++\.?(?:{EXPONENT}|\s*/)\s*)+)$")
-MONEY = {"$": "dollar", "\u00a3": "lb", "pounds": "lb", "\u20ac": "euro", "euro": "euro", "\u20b9": "rupee"}
-MONEY |= {"Rs": "rupee", "INR": "rupee", "\u00a5": "yen", "USD": "dollar", "EUR": "euro", "GBP": "lb"}
+LETTERS = r"[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"  # of Chinese, Japanese and Korean; without those of numerals
+VALUED = r"\u4e07\u842c\u5343\u767e\u5341\u4ebf\u5104\u5146\u534a\u500d\u4ee5\u672a\u8d85\u4e0d\u6216\u662f\u9519\u8bef"
+VALUED += r"\u8aa4\ub9cc\uc5b5\ucc9c\ubc31\uc0c1"  # letters that change the value, or state something
+FOREIGN_TAIL = re.compile(  # a unit or an ending in letters that are not ASCII
+    rf"(?<=[0-9}}])\s*(?:\(?(?:(?![{VALUED}]){LETTERS}){{1,12}}\)?"
+    r"|\s(?!(?:mil|\u0442\u044b\u0441|\u043c\u0438\u043b)\w*)(?=[a-z]*[^\W\d_a-zA-Z])[^\W\d_]{3,}(?:\s[^\W\d_]+){0,2})$"
+)
+MONEY = _table(
+    "$ dollar, \u00a3 lb, pounds lb, \u20ac euro, euro euro, \u20b9 rupee, Rs rupee, INR rupee, \u00a5 yen, "
+    "USD dollar, EUR euro, GBP lb"
+)
 SIGN = "|".join(map(re.escape, MONEY))
+MONEY_TAIL = re.compile(rf"(?<=[0-9])(?:\s|\\[,;:! ]|~)*\\?({SIGN})\s*$")
 MONEY_HEAD = re.compile(
     rf"(-?)\s*(?:{TEXT}\{{\s*)?(?:US\s*)?\\?({SIGN})(?![A-Za-z])\.?\s*\}}?{GAP}(?=[-0-9.]|\\[dt]?frac)"
 )
-MONEY_TAIL = re.compile(rf"(?<=[0-9])(?:\s|\\[,;:! ]|~)*\\?({SIGN})\s*$")
 
 
 def is_word(piece: str) -> bool:
@@ -147,11 +132,11 @@ def unit_of(text: str) -> tuple:
         if word[0] == "^" or word.lower() in ("squared", "cubed"):
             if not parts:
                 return ()
-            parts[-1][1] *= int(re.sub(r"[\s{^]", "", word)) if word[0] == "^" else POWERS[word.lower()]
+            parts[-1][1] *= int(POWERS.get(word.lower(), re.sub(r"[\s{^]", "", word)))
         elif word == "/" or word.lower() == "per":
             side = -1
         elif word.lower() in POWERS:
-            power = POWERS[word.lower()]
+            power = int(POWERS[word.lower()])
         elif parts and parts[-1][0] == "deg" and word[0] in "CFcf":
             parts[-1][0] = word[0].upper()
         elif word.lower() in COMPOUND:
@@ -175,7 +160,7 @@ def _word_tail(text: str) -> re.Match | None:
     before = text[: words.start()]
     glued = words.start() == words.start(1)
     counted = re.fullmatch(r"[-0-9.,]+", before) is not None
-    known = [n in UNITS or n.lower() in {*UNITS, *POWERS, *COMPOUND, "unit", "units"} for n in names]
+    known = [n in UNITS or n.lower() in {*UNITS, *POWERS, *COMPOUND, "per", "unit", "units"} for n in names]
     scaled = [counted and not glued and name in SCALED for name in names]
     named = [not glued and not NO_UNIT.fullmatch(n) and (is_word(n) or n.lower() in BETWEEN) for n in names]
     bare = re.sub(r"\\[A-Za-z]+", "", before)
@@ -196,19 +181,21 @@ def split_unit(text: str) -> tuple[str, tuple]:
         text, money = sign[1] + text[sign.end() :], ((MONEY[sign[2]], 1),)
     elif (sign := MONEY_TAIL.search(text)) is not None:
         text, money = text[: sign.start()], ((MONEY[sign[1]], 1),)
-    tail = UNIT_TAIL.search(text) or _word_tail(text)
+    tail = UNIT_TAIL.search(text) or _word_tail(text) or FOREIGN_TAIL.search(text)
     if tail is None:
         return text, money
     value, said = text[: tail.start()].strip(), text[tail.start() :]
-    names = re.findall("[a-z]+", said.lower())
+    names = re.findall("[A-Za-z]+", re.sub(TEXT, "", said))
     if not value or re.search(r"(?:=|<|>|[+*/^_(,-]|\\(?:cdot|times|le|ge|in|or|and|approx))$", value):
         return text, money
     if NO_TAIL.search(said):
         return text, money
     if re.search(r"\\(?:mu|Omega)", said) and not value[-1].isdigit():
         return text, money
-    if scale := [SCALES[name] for name in names if name in SCALES]:
-        value = f"{value} \\times 10^{{{sum(scale)}}}"
+    pieces = -1 if names and re.search("ths?$", names[-1]) else 1  # tenths, ten-thousandths
+    names = [re.sub("ths?$", "", name) if pieces < 0 else name for name in names]
+    if scale := [int(SCALES[name]) for name in names if name in SCALES]:
+        value = f"{value} \\times 10^{{{pieces * sum(scale)}}}"
     return value, unit_of(said) or money
 
 
@@ -226,32 +213,11 @@ def scale_between(unit: tuple, other: tuple) -> Fraction | None:
     return size / their_size if ours == theirs else None
 
 
-AMOUNT = re.compile(r"([0-9][0-9,]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\b\.?\s*(?:,|and\b)?\s*")
-
-
-def amount_of(text: str) -> tuple[str, Fraction, int] | None:
-    """Return (unit, amount in it, number of parts) of "1 hour 30 minutes" or "5 ft"; None for anything else."""
-    plain = re.sub(TEXT + r"\{([^{}]*)\}", r" \1 ", text)
-    plain = re.sub(r"\\[,;:! ]|~|\\text", " ", plain).strip()
-    total, bases, end, count = Fraction(0), set(), 0, 0
-    while (part := AMOUNT.match(plain, end)) is not None:
-        unit = UNITS.get(part[2]) or UNITS.get(part[2].lower())
-        base, size = SIZES.get(unit, (unit, Fraction(1)))
-        total += Fraction(part[1].replace(",", "")) * size
-        bases.add(base)
-        end, count = part.end(), count + 1
-    (base,) = bases if len(bases) == 1 else (None,)
-    return (base, total, count) if base and end == len(plain) else None
-
-
-# ------------------------------------------------------------------------------------------ numbers, percents, times
-
 PERCENT = re.compile(r"(?<!\s)\s*(?:\\?%|\\text\{\s*(?:percent|pct|\\?%)\s*\}|(?<![A-Za-z])percent)\s*$")
 THOUSANDS = r"[0-9]{1,3}(?:(?:,|\{,\}|,\\!\s*|\\[,;: ]|\{\\,\}|~| )[0-9]{3})+"
 DECIMAL = re.compile(
     rf"(-?)\s*({THOUSANDS}|[0-9]*)(\.[0-9]+)?(?:\s*(?:\\times|\\cdot)\s*\{{?10\}}?\s*\^\s*\{{?\s*([+-]?[0-9]{{1,4}})\s*\}}?)?"
 )
-CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::[0-5][0-9])?")
 
 
 def decimal_of(text: str) -> Decimal | None:
@@ -270,22 +236,3 @@ def same_percentage(answer: str, wanted: str) -> bool:
         return False
     value = decimal_of(plain)
     return value is not None and abs(value) >= 1 and value == decimal_of(right)
-
-
-def is_time(text: str) -> bool:
-    """Test if "16:40" is a time of day or a duration, not a ratio, which has no zero before it and no common factor."""
-    clock = CLOCK.fullmatch(text)
-    if clock is None:
-        return False
-    if text.count(":") == 2 or clock[2].startswith("0"):
-        return True
-    return math.gcd(int(clock[1]), int(clock[2])) > 1
-
-
-def same_time(answer: str, wanted: str) -> bool | None:
-    """Return True if two values are the same time; None where neither is one."""
-    if not is_time(answer) and not is_time(wanted):
-        return None
-    said = [part.lstrip("0") for part in answer.split(":")]
-    right = [part.lstrip("0") for part in wanted.split(":")]
-    return said == right

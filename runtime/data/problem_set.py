@@ -564,8 +564,6 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
         else:
             has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
             has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
-        if args.environment is not None:
-            has += ", where equal rows are one problem (give each a column of its own, for example seed)"
         refuse(
             f"--dataset {args.dataset} has {has}, fewer than "
             f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"

@@ -30,7 +30,7 @@ from runtime.engine import turns
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat, with_tools
 from runtime.system import process, user_files
-from runtime.system.process import on_a_line, print_on_rank_0, refuse
+from runtime.system.process import on_a_line, refuse
 from runtime.system.verifier_pool import MANY
 from runtime.system.workers import Nursery, Worker, code_of_run, raise_file_limit
 
@@ -117,11 +117,6 @@ def check(args) -> None:
     found = describe_class(args.environment)
     if found["has_reward"] and not args.verifier:
         args.verifier = "environment"
-    if not found["has_reward"] and not args.verifier:
-        print_on_rank_0(
-            f"--environment {args.environment}: the class has no get_reward, so a verifier judges its last turn. Reward"
-            f" functions of TRL read attributes of the environments; add a method get_reward that returns them"
-        )
     if not found["has_reward"] and "environment" in (args.verifier or "").split(","):
         refuse(f"--verifier environment: {args.environment} has no method get_reward; add one, or choose a verifier")
 

@@ -15,7 +15,7 @@ import pytest
 
 import rewards
 from graders import ifeval, reasoning_gym_tasks, text
-from graders.math import algebra, answers, extraction, units
+from graders.math import algebra, answers, extraction, tex, units
 
 LIMIT = 0.4  # seconds of the processor for one text
 SHORT, LONG = 2 * text.LONGEST_ANSWER, 20_000  # characters: of an answer and what is around it, of a response
@@ -23,6 +23,8 @@ GAPS = {"BETWEEN_BOXES", "OR_BOX", "LISTED_BOX"}  # what reads no more than WIDE
 WHOLE = {
     "ANNOUNCED",
     "BOX",
+    "HIDDEN",
+    "THOUGHT",
     "NUMBER",
 }  # what reads whole responses; in rewards and ifeval all do
 VALUES = {  # of the names that expressions take from a row or from a table that is listed below
@@ -31,18 +33,18 @@ VALUES = {  # of the names that expressions take from a row or from a table that
     "word": "blue",
     "marker": "p.s.",
     "entry": "f",
-    "signs": answers.RAISED,
+    "letters": answers.RAISED,
     "pattern": "",
     "other": "",
     "ways": "",
     "known": {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"},
     "name": "",
-    "tokens": ["x", "+", "1"],
-    "said": "c",
+    "bare": "c",
     "article": "",
     "form": "",
 }
-TABLES = [pattern for pattern, _ in answers.DECORATION + answers.TYPESET] + [ways for _, ways in answers.PHRASES]
+REWRITTEN = answers.DECORATION + answers.TYPESET + tex.SPELLINGS
+TABLES = [pattern for pattern, _ in REWRITTEN] + [ways for _, ways in answers.PHRASES]
 
 
 def expressions(module: ModuleType) -> dict[str, tuple[str, int, str]]:
@@ -158,7 +160,7 @@ def timed(search, text: str) -> float:
 
 FOUND = {
     where: given
-    for module in (answers, extraction, text, units, algebra, ifeval, rewards)
+    for module in (answers, extraction, text, tex, units, algebra, ifeval, rewards)
     for where, given in expressions(module).items()
 }
 FOUND |= {f"table {i}": (pattern, 0, "search") for i, pattern in enumerate(TABLES)}

@@ -15,8 +15,7 @@ from helpers import ROOT, read_jsonl, real
 import rewards
 from graders import reasoning_gym_tasks
 from graders.math import algebra, extraction, units
-from graders.math.answers import is_echo
-from graders.math.extraction import final_answer
+from graders.math.extraction import final_answer, is_echo
 from graders.text import after_thinking, alternatives, last_boxed
 from rewards import VERIFIERS, Reward, RewardPool
 
