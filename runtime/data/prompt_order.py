@@ -98,7 +98,7 @@ def equal_groups(samples: list[Sample]) -> list[int]:
 def nothing_scored(samples: list[Sample]) -> bool:
     """Return True if all scores of a step are equal and none is above 0. Scores of a reward model differ below 0."""
     scores = [sample.score for sample in samples]
-    return max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
+    return bool(scores) and max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
 
 
 def replace_groups(

@@ -322,6 +322,7 @@ def with_eval_dataset(run, tmp_path) -> Path:
     (folder / "model").symlink_to(run[0] / "model")
     config = json.loads((run[0] / "config.json").read_text())
     config["args"] |= {"eval_dataset": str(tmp_path / "own.jsonl"), "verifier": "exact", "eval_prompts": 3}
+    del config["inputs"]  # of other data
     (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "{i} + 0 =", "answer": "{i}"}}\n' for i in range(5)))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
