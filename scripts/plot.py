@@ -336,7 +336,7 @@ def without_effect(runs: list[Run], by: list[str]) -> dict[str, list[str]]:
             equal = Counter(logs[run.folder] for run in members)
             values = [show(run.args.get(name)) for run in members if equal[logs[run.folder]] > 1]
             if len(set(values)) > 1:
-                found[name] = list(dict.fromkeys([*found.get(name, []), *values]))
+                found[name] = sorted({*found.get(name, []), *values})
     return found
 
 
