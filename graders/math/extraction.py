@@ -25,7 +25,7 @@ from graders.text import (
 
 RETRACTED = re.compile(  # "Wait, that is wrong", "This is incorrect", "(just kidding, it's 6)"
     r"(?:^|[.!,\n(])\s*(?:wait|actually|no|sorry|oops|hmm|th(?:is|at|ey)|it|but|just)\b"
-    r"[^.\n]{0,40}\b(?:wrong|incorrect|false|mistaken?|not right|kidding|contradict\w*)\b",
+    r"[^.\n]{0,40}\b(?:wrong|incorrect|false|(?<!common )mistaken?|not right|kidding|contradict\w*)\b",
     re.IGNORECASE,
 )
 SUPPOSED = re.compile(  # the beginning of a sentence in which "the answer is" states nothing
