@@ -81,6 +81,15 @@ TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "nu
 PIXTRAL = TOWER | {"model_type": "pixtral", "head_dim": 16, "image_size": 28}
 QWEN = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 QWEN |= {"deepstack_visual_indexes": [0]}
+EXAONE = QWEN | {"num_key_value_heads": 2, "fullatt_block_indexes": [0]}
+KIMI = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_head_dim": 32,
+    "linear_num_heads": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+}
 MROPE = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [8, 4, 4]}}
 # name -> (model type, fields of its config besides SIZES), the most used first
 ZOO: dict[str, tuple[str, dict]] = {
@@ -177,6 +186,47 @@ ZOO: dict[str, tuple[str, dict]] = {
     ),
     "qwen3_5 with vision": ("qwen3_5", {"text_config": TEXT | LINEAR, "vision_config": QWEN}),
     "qwen3_vl": ("qwen3_vl", {"text_config": TEXT | MROPE, "vision_config": QWEN}),
+    # Published since June 2026
+    "granite_swa": ("granite_swa", {"logits_scaling": 4.0, **BOTH}),
+    "granitemoe_swa": ("granitemoe_swa", LOCAL_EXPERTS | BOTH | {"logits_scaling": 4.0}),
+    "gemma4_unified": ("gemma4_unified", {"text_config": TEXT | BOTH | {"model_type": "gemma4_unified_text"}}),
+    "exaone4_5": (
+        "exaone4_5",
+        {
+            "text_config": TEXT | {"model_type": "exaone4", "sliding_window": WINDOW, "sliding_window_pattern": 2},
+            "vision_config": EXAONE,
+            "image_token_id": 3,
+            "video_token_id": 3,
+        },
+    ),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.25}),
+    "zaya": ("zaya", {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 32}),
+    "minimax_m3": ("minimax_m3_vl_text", {"head_dim": 32, **LOCAL_EXPERTS}),
+    "laguna": ("laguna", {"head_dim": 32, **EXPERTS}),
+    "hy_v4": ("hy_v4", {"head_dim": 32, **EXPERTS}),
+    "inkling": (
+        "inkling_text",
+        {
+            "head_dim": 32,
+            "swa_head_dim": 32,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 1,
+            "sliding_window_size": WINDOW,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "muse_glimmer": (
+        "muse_glimmer",
+        {
+            "text_config": TEXT | BOTH | {"model_type": "muse_glimmer_text"},
+            "vision_config": TOWER,
+            "image_token_id": 3,
+            "video_token_id": 3,
+        },
+    ),
+    "kimi_linear": ("kimi_linear", LATENT | WHOLE_HEADS | KIMI),
 }
 VERIFIER = """from rewards import Reward
 
