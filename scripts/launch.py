@@ -14,6 +14,7 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -126,6 +127,8 @@ def end(error: Exception) -> NoReturn:
         reason = redact(text.splitlines()[0] if text else type(error).__name__)
         print(f"node {rank}: the {nodes} nodes did not find each other at {host}:{port}: {reason}", flush=True)
         raise SystemExit(1) from None
+    if isinstance(error, subprocess.CalledProcessError):  # one process, which accelerate starts without torchrun
+        raise SystemExit(error.returncode) from None  # its own words are on the console
     raise error
 
 

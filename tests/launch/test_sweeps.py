@@ -328,6 +328,14 @@ os._exit(code)
 """
 
 
+def test_the_exit_code_of_one_process_arrives(tmp_path):
+    """accelerate starts one process without torchrun, and raises for any exit code but 0."""
+    (tmp_path / "script.py").write_text("raise SystemExit(75)")
+    line = [sys.executable, ROOT / "scripts" / "launch.py", "--num_processes", "1", tmp_path / "script.py"]
+    done = subprocess.run(line, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_two_nodes_of_two_ranks_find_each_other_and_stop(tmp_path):
     """The script of SkyPilot, its place in the environment: four ranks, one group; each gets one SIGTERM, and the time

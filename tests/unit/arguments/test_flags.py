@@ -244,6 +244,7 @@ CASES = {
     "stop strings without vLLM": ({"rollout": "hf", "stop_strings": ("\n",)}, ["--stop_strings", "--rollout vllm"]),
     "turns without an environment": ({"max_turns": 7}, ["--max_turns 7 has no effect", "drop --max_turns"]),
     "an argument of vLLM that is below 1": ({"vllm_args": '{"max_num_seqs": 0}'}, ["--vllm_args: max_num_seqs 0"]),
+    "no argument of vLLM": ({"vllm_args": '{"max_num_seq": 7}'}, ["vLLM has no argument max_num_seq;", "max_num_seqs"]),
     **{
         f"a share of the GPU's memory for vLLM of {share}": (
             {"vllm_args": f'{{"gpu_memory_utilization": {share}}}'},
@@ -785,7 +786,7 @@ def test_each_structured_flag_is_parsed_once(script, tiny, tmp_path, monkeypatch
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"question": f"{k} + 1", "answer": str(k + 1)}) + "\n" for k in range(40)))
     texts = {
-        "vllm_args": '{"max_num_seqs": 7, "no_argument_of_vllm": 1}',
+        "vllm_args": '{"max_num_seqs": 7, "enforce_eager": true}',
         "override_config": '{"rope_theta": 12345.0}',
         "dataset": json.dumps({str(file): 1.0}),
     }
