@@ -339,7 +339,7 @@ def test_a_run_whose_engine_fails_ends_and_its_resumption_equals_the_straight_on
 ):
     """It fails in the middle of an evaluation and of training batches; numbers, samples and weights are the same."""
     expected = straight(script, changes)
-    fail_at(monkeypatch, 2, 20, 34)
+    fail_at(monkeypatch, 2, 20, 30)
     failing = tiny_args(tiny, tmp_path / "failing", script, **changes, save_every=1)
     for _ in range(3):
         with pytest.raises(watchdog.EngineFailed):

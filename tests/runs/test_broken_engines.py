@@ -115,6 +115,7 @@ class Breaker:
 def test_ten_broken_engines_are_named_within_one_step(tiny, tmp_path, monkeypatch, mode):
     """With --rollout hf, whose thread takes weights between batches only; what is compared is that of the mode."""
     monkeypatch.setattr(checks, "check_asynchrony", lambda args: None)
+    monkeypatch.setattr(checks, "NEEDS_VLLM", {})
     breaker = Breaker(monkeypatch)
     changes = {"total_steps": 2 * len(WAYS) + 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
     changes |= {"save_every": 0, "max_response_length": 6}
