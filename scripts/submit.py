@@ -267,6 +267,8 @@ def check_backend(args: Job) -> None:
     """Reject what a backend cannot express though it takes the flag."""
     backend = args.backend
     gpu_type, gpus = args.gpus
+    if args.num_nodes < 1:
+        refuse(f"--num_nodes {args.num_nodes}: give 1 or more")
     if backend == "skypilot" and gpus > 0 and gpu_type is None:
         refuse(f"--gpus {gpus}: skypilot needs a type, for example --gpus H100:{gpus}")
     if backend in ("local", "ray") and gpu_type is not None:
@@ -289,6 +291,8 @@ def make_job(job: Job, commands: list[list[str]], parses: bool = False) -> Job:
         refuse("no command; write it after --, for example: submit.py --backend local -- python grpo.py --beta 0.03")
     here = job.backend in ("local", "slurm")  # the files written here are those that run
     folder = Path(os.path.abspath(job.workdir or "."))
+    if not folder.is_dir():
+        refuse(f"--workdir {job.workdir}: no such folder")
     runs = []
     for command in commands:
         check_command(command)

@@ -113,12 +113,16 @@ class Oracle:
         whole = per_token((rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + eps))
         scaled = rewards_PG - rewards_PG.mean(1, keepdim=True)
         over_batch = per_token(scaled / (scaled.std() + eps))
+        whole_numbers = per_token(script.group_advantages(rewards_PG.trunc(), kind, eps))
         found = {
             "": right - penalty,
             "normalized over the batch instead of the group": whole - penalty,
         }
         found["divided by the standard deviation of the batch instead of the group's"] = over_batch - penalty
+        found["those of rewards without their fractions"] = whole_numbers - penalty
         if coefficient > 0:
+            before = torch.cat([x.cumsum(0) for x in by_response])
+            found["with the KL of the tokens before it, in place of those after it"] = right - before
             found["with the KL of each token alone in its reward, without that of the tokens after it"] = right - own
             found["with the KL of the tokens after it, without its own"] = right - (penalty - own)
             found["with the KL added to the reward: the sign is reversed"] = right + penalty
@@ -143,14 +147,18 @@ class Oracle:
     def whitened(self, step: int) -> dict[str, Tensor]:
         """Return the advantages of ppo.py, [N]: those that ``gae`` returned, with the normalization of --adv_norm."""
         calls = self.found.calls[step] if step < len(self.found.calls) else {}
-        call = calls.get("gae")
         kind = getattr(self.args, "adv_norm", None)
-        if call is None or kind is None:
+        if "gae" not in calls or kind is None:
             return {}
-        plain = call.returned[0].double()
-        groups = batching.token_offsets(self.found.samples[step])[:: fixed_samples.GROUP]
+        plain = calls["gae"][0].returned[0].double()
+        offsets = batching.token_offsets(self.found.samples[step])
+        rows = [plain[a:b] for a, b in itertools.pairwise(offsets)]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        padded = normalized(padded.flatten()).view_as(padded)
+        groups = offsets[:: fixed_samples.GROUP]
         parts = {"batch": [len(plain)], "group": [b - a for a, b in itertools.pairwise(groups)]}
         known = {"": plain, "not whitened": plain}
+        known["whitened over the padding of rows"] = torch.cat([p[: len(r)] for p, r in zip(padded, rows, strict=True)])
         if kind in parts:
             own = plain.split(parts[kind])
             known[""] = torch.cat([normalized(part) for part in own])
@@ -238,11 +246,8 @@ def check_contract(
                     continue
                 if found := judge(field, update, values):
                     wrong[field] = (found[0], f"{found[1]} (step {step + 1}, optimizer step {k + 1})")
-            if oracle.args.kl_coefficients[0] > 0 and "left out" not in wrong:
-                absent = (oracle.weights(step, k) != 0) & update.tokens["loss_T"].isnan()
-                if absent.any():
-                    text = f"{int(absent.sum())} tokens of the loss are not computed, and their KL has a gradient"
-                    wrong["left out"] = (FAIL, f"{text} (step {step + 1}, optimizer step {k + 1})")
+            if text := left_out(oracle, step, k) or another_coefficient(oracle, update):
+                wrong.setdefault("left out", (FAIL, f"{text} (step {step + 1}, optimizer step {k + 1})"))
     findings = []
     for field, (state, text) in wrong.items():
         findings.append(
@@ -258,6 +263,34 @@ def check_contract(
         text = f"log-probs, sampler, old, reference, advantages and weights are right in {steps} optimizer steps"
         findings.append(Finding(2, title, OK, text))
     return findings
+
+
+def left_out(oracle: Oracle, step: int, k: int) -> str:
+    """Text on samples that main leaves out of the normalization, or of the update although they have a gradient."""
+    args = oracle.args
+    samples, update = oracle.found.samples[step], oracle.found.updates[step][k]
+    if hasattr(args, "filter_zero_std_samples") and not args.filter_zero_std_samples:
+        absent = set(range(len(samples))) - set(oracle.found.in_loss[step])
+        rewards = [{s.reward for s in samples if s.prompt_id == samples[i].prompt_id} for i in absent]
+        whole = [i for i, own in zip(absent, rewards, strict=True) if len(own) == 1]
+        if any(samples[i].finish_reason != "length" or not args.mask_truncated_completions for i in whole):
+            return "groups of equal rewards are left out of the normalization, without --filter_zero_std_samples"
+    absent_T = (oracle.weights(step, k) != 0) & update.tokens["loss_T"].isnan()
+    if args.kl_coefficients[0] > 0 or args.entropy_coef != 0:
+        if absent_T.any():
+            return f"{int(absent_T.sum())} tokens of the loss are not computed; their KL or entropy has a gradient"
+    elif advantages := oracle.advantages(step):
+        absent_T &= advantages[""].abs() > CLOSE
+        if absent_T.any():
+            return f"{int(absent_T.sum())} tokens of the loss are not computed, though their advantages are not 0"
+    return ""
+
+
+def another_coefficient(oracle: Oracle, update: Update) -> str:
+    """Text on a KL in the loss that the flags do not ask for."""
+    if oracle.args.kl_coefficients[0] > 0 or update.beta == 0:
+        return ""
+    return f"token_loss gets the coefficient {update.beta:g} of a KL, and the flags have none in the loss"
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -327,13 +360,14 @@ def judge(
 
 
 def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Finding]:
-    """Check the arguments that ``main`` of ppo.py passes to gae and to value_loss in the first call of each step."""
+    """Check the arguments that ``main`` of ppo.py passes to gae and to value_loss in each step."""
     args = oracle.args
     for step, calls in enumerate(oracle.found.calls):
         samples = oracle.found.samples[step]
         offsets = batching.token_offsets(samples)
         wrong = ""
-        if (call := calls.get("gae")) and {"rewards_N", "gamma", "lam", "offsets"} <= call.given.keys():
+        call = calls["gae"][0] if "gae" in calls else None
+        if call and {"rewards_N", "gamma", "lam", "offsets"} <= call.given.keys():
             rewards = torch.zeros(offsets[-1], dtype=torch.float64)
             last = torch.tensor(offsets[1:]) - 1
             scores = [s.reward for s in samples]
@@ -357,31 +391,40 @@ def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Findin
                 )
             elif not args.bootstrap_truncated and call.given["after_B"].any():
                 wrong = "gae gets values after the last token, although --bootstrap_truncated is off"
-        if not wrong and (critic := calls.get("value_loss")) and call and args.value_norm == "none":
-            wrong = wrong_targets(critic, call)
+        if not wrong and call and "value_loss" in calls:
+            wrong = wrong_targets(calls["value_loss"], call)
+            if args.value_norm != "none":
+                wrong = "" if wrong else f"the critic's targets are not normalized (--value_norm {args.value_norm})"
         if wrong:
             where = subject.first_place(("main", "6"), ("main", "7"), "main", "gae", "value_loss")
             return [Finding(2, f"{title}: critic", FAIL, f"{wrong} (step {step + 1})", where)]
     return []
 
 
-def wrong_targets(critic: Call, estimates: Call) -> str:
-    """Text on the first arguments of value_loss in a step that do not fit what gae was given and returned; else "".
+def wrong_targets(critic: list[Call], estimates: Call) -> str:
+    """Text on arguments of value_loss in a step that do not fit what gae was given and returned; else "".
 
-    Each value stands with the return of a token that has this value: the critic has not been updated yet.
+    Each old value stands with the return of a token that has this value, and each token of the step is there.
     """
-    if not {"values_T", "old_T", "targets_T"} <= critic.given.keys() or "values_N" not in estimates.given:
+    names = ("values_T", "old_T", "targets_T")
+    if not {*names} <= critic[0].given.keys() or "values_N" not in estimates.given:
         return ""
-    values, old, targets = (critic.given[name].double().flatten() for name in ("values_T", "old_T", "targets_T"))
-    if relative(values, old) > CLOSE:
-        return "the critic's old values are not those of the critic before its update"
     known = estimates.given["values_N"].double(), estimates.returned[1].double()
-    apart = []
-    for a, b in zip((old, targets), known, strict=True):
-        largest = b.abs().max().clamp(min=1e-12)
-        apart.append((a[:, None] - b[None]).abs() / largest)
-    if torch.maximum(*apart).amin(1).max() > CLOSE:
-        return "the critic's targets are not the returns of their tokens"
+    seen = torch.zeros(len(known[0]), dtype=torch.bool)
+    for number, call in enumerate(critic):
+        values, old, targets = (call.given[name].double().flatten() for name in names)
+        if number == 0 and relative(values, old) > CLOSE:  # the critic has not been updated yet
+            return "the critic's old values are not those of the critic before its update"
+        apart = []
+        for a, b in zip((old, targets), known, strict=True):
+            largest = b.abs().max().clamp(min=1e-12)
+            apart.append((a[:, None] - b[None]).abs() / largest)
+        same = torch.maximum(*apart) <= CLOSE
+        if not same.any(1).all():
+            return "the critic's old values or targets are not the values and returns of their tokens"
+        seen |= same.any(0)
+    if not seen.all():
+        return f"the critic learns nothing from {int((~seen).sum())} of {len(seen)} tokens"
     return ""
 
 

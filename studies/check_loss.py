@@ -260,9 +260,14 @@ def check_kl(subject: Subject) -> list[Finding]:
     others: list[Finding] = []
     equal = 0
     names = [name for place, name in kl_estimators.settings(subject.script) if place == "loss"]
+    known = [name for place, name in kl_estimators.settings(subject.base) if place == "loss"]
     for estimator, condition in itertools.product(names, ("fresh", "stale")):
         setting = ("loss", estimator, condition)
         ours = kl_estimators.table_row(subject.script, *setting)
+        if estimator not in known:
+            text = f"descends {ours.label} (cosine {ours.cosine:+.3f} with grad KL(pi||ref)); it is new here"
+            first.append(Finding(1, f"KL {estimator}, {condition}", NOTE, text, where))
+            continue
         theirs = kl_estimators.table_row(subject.base, *setting)
         mine = estimator == own
         title = f"KL {estimator}, {condition}"
@@ -282,9 +287,32 @@ def check_kl(subject: Subject) -> list[Finding]:
         finding = Finding(1, title, state, text, where)
         (first if mine else others).append(finding)
     worst = sorted(others, key=lambda finding: finding.state != FAIL)
-    total = 2 * len(names)
+    total = 2 * len(known)
     summary = Finding(1, "KL in the loss", OK, f"{equal} of {total} settings are those of {subject.base_name}")
-    return [*first, *worst[:1], *check_coefficient(subject, where), summary]
+    return [*first, *worst[:1], *check_coefficient(subject, where), *check_rest(subject, where), summary]
+
+
+def check_rest(subject: Subject, where: str) -> list[Finding]:
+    """Check that the entropy keeps its coefficient next to a KL, and that log-probs are divided by no temperature."""
+    own = torch.Generator().manual_seed(0)
+    script = subject.script
+    leaves = [-torch.rand(64, generator=own, dtype=torch.float64) for _ in range(4)]
+    leaves.append(torch.randn(64, generator=own, dtype=torch.float64))
+    known = dict(zip(("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T"), leaves, strict=True))
+    entropy_T = torch.ones(64, dtype=torch.float64, requires_grad=True)
+    tokens = kl_estimators.make_tokens(script, **known, entropy_T=entropy_T)
+    args = subject.with_flags(entropy_coef=0.01, kl_estimator="k3")
+    loss_T = script.token_loss(tokens, 0.1, args)[0]
+    slope_T = torch.autograd.grad(loss_T.sum(), entropy_T, allow_unused=True, materialize_grads=True)[0]
+    findings = []
+    if not slope_T.any() or (slope_T > 0).any():
+        text = "with --entropy_coef 0.01 and a KL, the loss does not fall as the entropy grows"
+        findings.append(Finding(1, "entropy", FAIL, text, where))
+    hotter = subject.with_flags(entropy_coef=0.01, kl_estimator="k3", temperature=2 * args.temperature)
+    if not torch.equal(loss_T, script.token_loss(tokens, 0.1, hotter)[0]):
+        text = "token_loss depends on --temperature, at which its log-probs already are"
+        findings.append(Finding(1, "temperature", FAIL, text, where))
+    return findings
 
 
 def check_coefficient(subject: Subject, where: str) -> list[Finding]:

@@ -130,12 +130,17 @@ def check(
 
 
 def check_rates(subject: Subject, found: Recorded) -> list[Finding]:
-    """Compare the learning rate that is logged after each step with that of the optimizer."""
+    """Compare the learning rate that is logged after each step with that of the optimizer, and the critic's with it."""
+    place = subject.first_place(("main", "7"), "main")
     for step, (updates, line) in enumerate(zip(found.updates, found.metrics, strict=True)):
         logged = line.get("optim/lr")
         if updates and logged is not None and abs(updates[-1].rate - logged) > 1e-6 * abs(logged):
             text = f"the optimizer has {updates[-1].rate:g}, and {logged:g} is logged (step {step + 1})"
-            return [Finding(2, "learning rate", FAIL, text, subject.first_place(("main", "7"), "main"))]
+            return [Finding(2, "learning rate", FAIL, text, place)]
+    for policy, critic in zip(found.updates, found.critic, strict=True):
+        if policy and critic and policy[0].rate == critic[0].rate > 0:
+            text = f"the critic's optimizer has the policy's, {critic[0].rate:g}"
+            return [Finding(2, "learning rate", FAIL, text, place)]
     return []
 
 

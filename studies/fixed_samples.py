@@ -70,7 +70,8 @@ def problem_rows(*_) -> list[dict[str, str]]:
 def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) -> tuple[list[int], str, list]:
     """(ids, finish reason, observed spans) of a response: it depends on prompt and number alone.
 
-    Of four, the first is one token, the second is truncated, and the third and the fourth have a common prefix.
+    Of four, the first is one token, the second is truncated unless the rewards of its group are equal, and the third
+    and the fourth have a common prefix.
     """
     draw = random.Random(f"{prompt_ids}")
 
@@ -82,8 +83,9 @@ def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) ->
     if probe.other_truncated:
         kinds[1] = ids(LONGEST)
     spans = [(1, 3)] if probe.observed and number >= 2 else []
-    if number == 1:
+    if number == 1 and not has_equal_rewards(prompt_ids):
         return kinds[1], "length", spans
+    kinds[1] = kinds[1][:-1]
     return [*kinds[number % GROUP], end], "stop", spans
 
 
@@ -92,7 +94,7 @@ def make_reward(sample) -> float:
     value = zlib.crc32(np.asarray(sample.response_ids).tobytes()) % 4 / 4
     if sample.finish_reason == "length":
         value = 0.25
-    if sample.prompt_ids[-2] == equal_digit():
+    if has_equal_rewards(sample.prompt_ids):
         value = 1.0
     return value
 
@@ -102,9 +104,14 @@ def learned_reward(sample) -> float:
     return float((np.asarray(sample.response_ids) % 2 == 0).mean())
 
 
+def has_equal_rewards(prompt_ids: list[int]) -> bool:
+    """Return True for the problem whose responses all have one reward; its digit is before the end of the prompt."""
+    return prompt_ids[-2] == equal_digit()
+
+
 @functools.cache
 def equal_digit() -> int:
-    """Token of the digit that names the problem whose responses all have one reward, before the end of a prompt."""
+    """Token of this digit."""
     return pretrain_tiny.make_tokenizer()(str(EQUAL))["input_ids"][0]
 
 

@@ -89,6 +89,7 @@ class Update:
     gradient: dict[str, Tensor]  # by parameter, before clipping
     world_size: int
     rate: float  # of the optimizer, as the step is taken
+    beta: float = 0.0  # coefficient that token_loss was given
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Recorded:
     in_loss: list[list[int]] = field(default_factory=list)  # by step: numbers of samples
     updates: list[list[Update]] = field(default_factory=list)  # by step, of the policy
     critic: list[list[Update]] = field(default_factory=list)  # by step, of ppo.py's critic
-    calls: list[dict[str, Call]] = field(default_factory=list)  # by step: first call of each of CALLED
+    calls: list[dict[str, list[Call]]] = field(default_factory=list)  # by step, of each of CALLED
     weights: list[dict[str, Tensor]] = field(default_factory=list)  # by version: those that step s begins with
     metrics: list[dict[str, float]] = field(default_factory=list)
     failure: str = ""
@@ -124,6 +125,7 @@ class Recorder:
         self.pending: dict[str, list] = {}  # what has been added since the last optimizer step
         self.losses: dict[str, float] = {}
         self.weighed: list[int] = []  # numbers of the samples in the loss of the next optimizer step
+        self.beta = 0.0
 
     def install(self, script: ModuleType) -> None:
         """Wrap what every copy of a script calls in phases 6, 7 and 9."""
@@ -146,19 +148,21 @@ class Recorder:
         utils.hf_thread = self.engine.run
         watching.watch(utils.UpdateStats, "__init__", self.begin)
         watching.watch(script, "loss_weights", self.weigh)
+        watching.watch(script, "token_loss", self.note_coefficient)
         watching.watch(utils.UpdateStats, "add", self.add)
         watching.watch(zero, "backward_and_step", self.backward)
         watching.watch(deepspeed.DeepSpeedEngine, "step", self.step)
 
     def recorder_of(self, name: str, plain: Callable) -> Callable:
-        """Return a function that records the first call of a function in each step."""
+        """Return a function that records the calls of a function in each step."""
 
         def record(returned: tuple, *args, **named) -> None:
             given = inspect.signature(plain).bind(*args, **named).arguments
             given = {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in given.items()}
             place = len(self.found.updates) - (name == "value_loss")  # gae is called before ``begin``, in phase 6
             self.found.calls += [{} for _ in range(place + 1 - len(self.found.calls))]
-            self.found.calls[place].setdefault(name, Call(given, tuple(x.detach().clone() for x in returned)))
+            call = Call(given, tuple(x.detach().clone() for x in returned))
+            self.found.calls[place].setdefault(name, []).append(call)
 
         return record
 
@@ -173,6 +177,9 @@ class Recorder:
         """Note the samples of the next optimizer step, by the arguments of the script's ``loss_weights``."""
         self.found.samples[-1] = list(samples)
         self.weighed = list(in_loss)
+
+    def note_coefficient(self, tokens, beta: float, *_) -> None:
+        self.beta = float(beta)
 
     def add(self, stats, mb, t, loss_T: Tensor, pieces: dict) -> None:
         """Record a micro-batch of the policy: its ``Tokens`` and their loss."""
@@ -204,7 +211,9 @@ class Recorder:
         if not critic:  # the samples in the policy's loss of a step are in that of one optimizer step or another
             self.found.in_loss[-1] = sorted({*self.found.in_loss[-1], *self.weighed})
         rate = float(engine.optimizer.param_groups[0]["lr"])
-        update = Update(tokens, self.losses.pop(kind, 0.0), gradient, torch.distributed.get_world_size(), rate)
+        update = Update(
+            tokens, self.losses.pop(kind, 0.0), gradient, torch.distributed.get_world_size(), rate, self.beta
+        )
         (self.found.critic if critic else self.found.updates)[-1].append(update)
 
 
@@ -278,7 +287,9 @@ class Laboratory:
         if hasattr(self.args, "teacher_name_or_path"):
             own["teacher_name_or_path"] = str(self.teacher)
         if hasattr(self.args, "critic_learning_rate"):
-            own["critic_learning_rate"] = 3e-3
+            own["critic_learning_rate"] = 2e-3  # not the policy's
+        if getattr(self.args, "overlong_buffer", 0) >= LONGEST:
+            own["overlong_buffer"] = LONGEST // 2
         if probe.learns:
             own |= LEARNING
         return dataclasses.replace(self.args, **own | probe.flags)

@@ -2,6 +2,8 @@
 
     python tests/script_edits.py        writes the examples of docs/maintainers/check.md
 
+``script_edits.jsonl`` has forty of each kind, written by somebody who had not read the check.
+
 An edit is a list of (text, replacement) in the script. The mistakes are those that issue trackers and papers report of
 other frameworks; "also" are further forms of the same ones.
 """
@@ -9,6 +11,7 @@ other frameworks; "also" are further forms of the same ones.
 from __future__ import annotations
 
 import difflib
+import json
 import subprocess
 import sys
 import tempfile
@@ -341,6 +344,13 @@ SMALL = [
     harmless("Dr. GRPO", (DIVIDED, "    #"), (TOKENS, "len(complete) * args.max_response_length"), script=GROUPS),
     harmless("RLOO", (DIVIDED, "    advantages_PG *= group / (group - 1)"), script=GROUPS),
 ]
+
+
+def unseen(kind: str) -> list[Edit]:
+    """Return the edits of one kind in script_edits.jsonl; a mistake without parts is not found."""
+    rows = map(json.loads, (ROOT / "tests" / "script_edits.jsonl").read_text().splitlines())
+    fields = ("name", "changes", "parts", "script", "flags")
+    return [Edit(**{field: row[field] for field in fields}) for row in rows if row["kind"] == kind]
 
 
 EXAMPLES = [

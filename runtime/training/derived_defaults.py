@@ -49,10 +49,7 @@ def by_model(args) -> dict[str, Choice]:
     rates = next((rates for least, rates in RATES.items() if count >= least), ())
     names = ("learning_rate", "critic_learning_rate")
     why = f"{count / 1e6:.0f}M parameters"
-    found = {}
-    for name, rate in zip(names, rates, strict=False):
-        found[name] = (rate, why)
-    return found
+    return {name: (rate, why) for name, rate in zip(names, rates, strict=False)}
 
 
 def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
@@ -117,9 +114,6 @@ def fill(args, problems: list[Problem], eval_problems: list[Problem]) -> None:
         rendering.render_problems(problems, eval_problems, tokenizer, args)
         args.max_prompt_length = limit
         found |= by_data(args, [*problems, *eval_problems], tokenizer)
-    args.derived = {}
-    for name, choice in found.items():
-        if flags.is_open(args, name):
-            args.derived[name] = choice
+    args.derived = {name: choice for name, choice in found.items() if flags.is_open(args, name)}
     for name, (value, _) in args.derived.items():
         setattr(args, name, value)

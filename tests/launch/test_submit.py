@@ -173,6 +173,8 @@ def test_the_examples_are_those_of_the_page():
         ("slurm", "--mem 5", "--mem: 5: write GiB as 64G"),
         ("slurm", "--time 12", "--time: 12: not a duration; write 90m"),
         ("slurm", "--num_nodes two", "--num_nodes: invalid int value: 'two'"),
+        ("slurm", "--num_nodes 0", "--num_nodes 0: give 1 or more"),
+        ("slurm", "--workdir /nothere", "--workdir /nothere: no such folder"),
         ("slurm", "--run_dir 'a b'", "--run_dir: a b: use letters"),
         ("local", f"--secret HF_TOKEN={SECRET}", "--secret: HF_TOKEN: write a name only"),
         ("local", "--secret NOT_SET_ANYWHERE", "not set in this shell; export it first"),

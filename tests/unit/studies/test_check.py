@@ -146,8 +146,10 @@ def test_identical_runs_name_the_flags_with_which_an_edit_would_count():
 
 
 def test_every_edit_applies():
-    for edit in (*MISTAKES, *ALSO, *SUBTLE, *HARMLESS, *SMALL):
+    unseen = [*script_edits.unseen("mistake"), *script_edits.unseen("harmless")]
+    for edit in (*MISTAKES, *ALSO, *SUBTLE, *HARMLESS, *SMALL, *unseen):
         compile(edit.text(), edit.name, "exec")
+    assert len(unseen) == 80 and sum(bool(edit.parts) for edit in unseen) >= 36
     assert len(MISTAKES) == 10 and len(HARMLESS) >= 12
     with pytest.raises(ValueError, match="no longer has"):
         script_edits.harmless("gone", ("no such text", "")).text()

@@ -97,6 +97,25 @@ def test_the_rate_follows_from_the_size_of_the_model(parameters, rates, monkeypa
     assert made == grpo.Args(model_name_or_path="someone/model"), "what is made in Python is meant"
 
 
+def test_another_default_of_a_copy_is_its_choice(monkeypatch):
+    """As that of variants/lora.patch: ten times the rate of full training, which no size of a model replaces."""
+    for script in (grpo, ppo):
+        defaults = {f.name: f.default for f in dataclasses.fields(script.Args)}
+        assert {name: defaults[name] for name in flags.OPEN if name in defaults}.items() <= flags.OPEN.items()
+
+    @dataclasses.dataclass
+    class Lora(grpo.Args):
+        learning_rate: float = 3e-4
+        max_response_length: int = 100
+
+    monkeypatch.setattr(model_files, "read_model", lambda *rest: of_size(1.7e9))
+    args = flags.parse(Lora, words=["--model_name_or_path", "someone/model"])
+    derived_defaults.fill(args, [Problem([], "1", "last_number", {})] * 1000, [])
+    assert args.learning_rate == 3e-4 and args.derived.keys() == {"total_steps"}
+    args.dataset = "rows.jsonl"
+    assert derived_defaults.open_lengths(args) == ["max_prompt_length"]
+
+
 def test_lengths_and_steps_follow_from_the_data(gsm8k, tiny):
     """The verifier's length, the longest prompt, at most three epochs; each with its reason in the header."""
     words = ("--dataset", gsm8k, "--model_name_or_path", tiny)
