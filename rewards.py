@@ -449,7 +449,8 @@ def check_reward_args(args) -> None:
         refuse(f"--reward_weights: {error}; for example --reward_weights math=1 format=0.1")
     named = {*VERIFIERS, *names_of(args.verifier or "exact"), "reward_model", "environment"}
     if unknown := [name for name in weights if name not in named and ":" not in name]:
-        refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {', '.join(VERIFIERS)}, reward_model")
+        known = args.verifier or f"{', '.join(VERIFIERS)}, reward_model"
+        refuse(f"--reward_weights: no verifier {unknown[0]!r}; known: {known}")
     check_control(args)
     if weights.get("reward_model", 1.0) is None:
         refuse("--reward_weights reward_model=gate: its score has no scale on which 1 is right; gate by a verifier")

@@ -80,7 +80,8 @@ def invariances(subject: Subject, rich: dict[str, Any]) -> dict[str, tuple[Probe
         "budget, all options": (Probe("rich budget", rich | small, noise=True), "rich"),
         "ranks, all options": (Probe("rich ranks", rich, ranks=2, noise=True), "rich"),
     }
-    if args.mask_truncated_completions and not subject.is_ppo:  # whose advantages are whitened over all responses
+    before_norm = getattr(args, "kl_reward_norm", "") == "before_norm"  # a response's KL is in its group's statistics
+    if args.mask_truncated_completions and not before_norm and not subject.is_ppo:  # which whitens over all responses
         found["truncated samples"] = (Probe("truncated", other_truncated=True), "plain")
     scales = getattr(args, "advantage_normalization_type", "") == "standard" and args.kl_coefficients[1] == 0
     if scales and args.max_reward_clip is None and args.non_stop_penalty == 0 and args.overlong_buffer == 0:

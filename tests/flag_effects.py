@@ -667,7 +667,10 @@ def examine(runs: Runs, flags: list[str], scripts: tuple[str, ...]) -> Results:
                 row = EVIDENCE[flag]
                 arguments = BASE | row.given
                 without = runs.ask(script, arguments, row.stage)
-                asked[script, flag] = (without, runs.ask(script, arguments | {flag: row.tried}, row.stage))
+                changed = arguments | {flag: row.tried}
+                if flag in ("total_episodes", "total_epochs"):  # in place of --total_steps
+                    del changed["total_steps"]
+                asked[script, flag] = (without, runs.ask(script, changed, row.stage))
     runs.finish()
     results = {}
     for (script, flag), keys in asked.items():

@@ -64,7 +64,7 @@ def slow(response, truth, row):
 
 
 def late(response, truth, row):
-    time.sleep(0.6)
+    time.sleep(0.6 * (response != truth))  # a run tries it on a truth first
     return 1.0
 
 

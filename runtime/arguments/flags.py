@@ -159,8 +159,8 @@ class RunFlags:
     verifier_key: str | None = None
     """Read the names of each row's verifiers from this column; --verifier applies to rows where the column is empty."""
     reward_weights: tuple[str, ...] = ()
-    """NAME=NUMBER sets the weight of a verifier or of reward_model (default 1). With NAME=gate, all other rewards
-    count only if the reward NAME is 1."""
+    """NAME=NUMBER sets the weight of reward_model, or of a verifier by its text in --verifier, such as mine.py:f=0.2
+    (default 1). With NAME=gate, all other rewards count only if the reward NAME is 1."""
     reward_control: Literal["none", "random", "format", "shuffled", "inverted"] = "none"
     """Control run to see how much is gained without the true reward: train on another one, evaluate with the true one.
     random: permute rewards within a step. format: score only the response's format. shuffled: use another problem's
