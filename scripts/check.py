@@ -5,6 +5,8 @@
     python scripts/check.py mine.py --json report.json       also writes the report as JSON
     python scripts/check.py mine.py --parts 1 3              only these parts
     python scripts/check.py mine.py --brief                  prints only notes and failures
+    python scripts/check.py --loss verl:gspo                 a loss of another framework (docs/check_losses.md)
+    python scripts/check.py --loss mine.py:my_loss --like verl    a loss written for its plug-in point
 
 1 what it ascends, by exact enumeration   2 what must not change the gradient   3 numbers at the edge
 4 the gradient against finite differences   5 does it learn   6 do its flags do anything
@@ -37,6 +39,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "script",
         type=Path,
+        nargs="?",
         help="a copy of grpo.py, ppo.py, variants/grpo_min.py or variants/ppo_min.py",
     )
     parser.add_argument(
@@ -61,12 +64,26 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=min(2, cores),
         help="runs side by side (default: %(default)s)",
     )
-    return parser.parse_known_args(words)
+    parser.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="check FRAMEWORK:NAME, or print the table of all losses of a FRAMEWORK, or check file.py:function",
+    )
+    parser.add_argument("--like", metavar="FRAMEWORK", help="the framework for which the function of --loss is written")
+    parser.add_argument("--source", type=Path, metavar="DIR", help="a clone or an unpacked wheel of the framework")
+    options, rest = parser.parse_known_args(words)
+    if (options.script is None) == (options.loss is None):
+        parser.error("pass a copy of a script, such as mine.py, or --loss")
+    return options, rest
 
 
 if __name__ == "__main__":  # --help comes before the slow imports
     chosen, flags_of_script = parse(sys.argv[1:])
     process.prepare_environment("float32")
+    if chosen.loss is not None:
+        import check_any_loss
+
+        raise SystemExit(check_any_loss.main(chosen))
 
 import check_report
 

@@ -18,6 +18,7 @@ SAME = 1e-6  # relative difference below which two expected updates are one
 # Losses that take their ratio to the sampler on purpose: old log-probs are no part of them.
 TO_SAMPLER = ("sequence ratio", "TRM", "DPPO", "DRO")
 OTHER_LABELS = (kl_estimators.ZERO, kl_estimators.AWAY, kl_estimators.AWAY_FROM_SAMPLER, kl_estimators.NONE)
+CLIP = "PPO, clip 0.2"
 Loss = Callable[[loss_table.Batch], Tensor]
 # Conditions of studies/enumeration.py -> how the report calls them.
 WHEN = {
@@ -112,7 +113,8 @@ def check_ascent(subject: Subject) -> list[Finding]:
     except RuntimeError as error:
         text = f"the loss has no gradient with respect to the policy's log-probs ({str(error).splitlines()[0]})"
         return [Finding(1, "gradient", FAIL, text, where)]
-    named = {name: expected_updates(own, world, policies) for name, own in named_losses(subject).items()}
+    known = subject.named(named_losses(subject))
+    named = {name: expected_updates(own, world, policies) for name, own in known.items()}
     findings = []
     plain = named["PPO clip"]
     base = next(iter(named.values()))
@@ -132,7 +134,9 @@ def check_ascent(subject: Subject) -> list[Finding]:
         elif rows[0].cosine <= 0:  # which a clip can do once pi has moved away from old
             state = FAIL if condition in ("fresh", "unlike") else NOTE
             text += ": it goes down, not up"
-        text += f". {beside(subject.base_name, rows[0], rows[1])}. {beside('PPO, clip 0.2', rows[0], clip)}"
+        text += f". {beside(subject.base_name, rows[0], rows[1])}"
+        if subject.base_name != CLIP:
+            text += f". {beside(CLIP, rows[0], clip)}"
         numbers = {
             "mine": rows[0]._asdict(),
             "base": rows[1]._asdict(),
@@ -155,7 +159,7 @@ def check_ascent(subject: Subject) -> list[Finding]:
         findings.append(Finding(1, "side of the clip", FAIL, text, where))
     batch = loss_table.batch_of(world, policies_of(world, "async"))
     identical = name if difference < SAME else ""
-    return [*findings, *check_inputs(loss, batch, found, identical, where)]
+    return [*findings, *check_inputs(subject, loss, batch, found, identical, where)]
 
 
 def pushes_wrong_way(loss: Loss, batch: loss_table.Batch) -> bool:
@@ -182,7 +186,7 @@ def clips_wrong_side(subject: Subject) -> bool:
     return (dropped[0] or dropped[3]) and not (dropped[1] or dropped[2])
 
 
-def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:
+def check_inputs(subject: Subject, loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:
     """Check that the gradient uses advantages and an importance ratio. ``identical``: the named loss that it equals."""
     if not depends_on(loss, batch, "advantages"):
         return [
@@ -196,7 +200,7 @@ def check_inputs(loss: Loss, batch, found: dict, identical: str, where: str) -> 
         ]
     if "stale" not in found:
         return [Finding(1, "inputs", OK, "the gradient depends on the advantages; no sample is used twice")]
-    if depends_on(loss, batch, "old") or identical in TO_SAMPLER:
+    if depends_on(loss, batch, "old") or identical in TO_SAMPLER or not subject.takes_old:
         return [
             Finding(
                 1,

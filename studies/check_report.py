@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import io
-import json
 import tempfile
-import textwrap
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,73 +22,8 @@ import check_loss
 import check_numbers
 import check_update
 import torch
-from check_subject import FAIL, NOTE, OK, Finding, SmallSubject, Subject, judge, load_subject
+from check_subject import Finding, Report, SmallSubject, judge, load_subject
 from transformers import AutoModelForCausalLM
-
-TITLES = {
-    1: "What it ascends",
-    2: "What must not change it",
-    3: "Numbers at the edge",
-    4: "Gradient against finite differences",
-    5: "Does it learn",
-    6: "Do its flags do anything",
-}
-WIDTH = 118
-CALLS = {  # as the parts that start no run call a script's functions
-    "token_loss": "token_loss(tokens, beta, args)",
-    "group_advantages": "group_advantages(rewards_PG, kind, eps)",
-    "loss_weights": "loss_weights(samples, in_loss, args)",
-}
-
-
-class Report:
-    """The findings so far and the seconds that each part has taken."""
-
-    def __init__(self, subject: Subject, brief: bool = False):
-        self.subject = subject
-        self.brief = brief
-        self.findings: list[Finding] = []
-        self.seconds: dict[int, float] = dict.fromkeys(TITLES, 0.0)
-
-    def run(self, part: int, find: Callable[[], list[Finding]], function: str = "token_loss") -> None:
-        """Add what a part finds. A part that could not run has checked nothing, so it fails."""
-        began = time.monotonic()
-        try:
-            found = find()
-        except Exception as error:
-            where = self.subject.first_place(function, "main")
-            lines = traceback.extract_tb(error.__traceback__)
-            own = [x for x in lines if Path(x.filename).name == self.subject.name]
-            if own:
-                where = f"{self.subject.name}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}"
-            text = f"could not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            if not own:
-                text += f"; it calls {CALLS.get(function, function)}: give what the script has added a default"
-            found = [Finding(part, "error", FAIL, text, where)]
-        self.findings += found
-        self.seconds[part] += time.monotonic() - began
-
-    def print_part(self, part: int) -> None:
-        """Print the findings of a part; with ``brief`` only those that are not ok."""
-        own = [finding for finding in self.findings if finding.part == part]
-        shown = [finding for finding in own if finding.state != OK] if self.brief else own
-        passed = f", {len(own) - len(shown)} ok" if self.brief else ""
-        print(f"\n{part} {TITLES[part]} ({self.seconds[part]:.0f} s{passed})", flush=True)
-        for finding in shown:
-            lines = textwrap.wrap(finding.text, WIDTH - 31, break_long_words=False)
-            print(f"  {finding.state:4} {finding.name:24} {lines[0]}")
-            for line in [*lines[1:], *([f"at {finding.place}"] if finding.place else [])]:
-                print(f"  {'':29} {line}")
-
-    def as_json(self) -> dict:
-        """Return the report for other programs, as values that JSON can hold."""
-        return {
-            "script": str(self.subject.script.__file__),
-            "against": self.subject.base_name,
-            "seconds": self.seconds,
-            "failed": sorted({f.part for f in self.findings if f.state == FAIL}),
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
-        }
 
 
 def check_logprobs(subject: SmallSubject, model) -> list[Finding]:
@@ -119,15 +50,7 @@ def main(options: argparse.Namespace, words: list[str]) -> int:
     print(f"{subject.name} compared with {subject.base_name}{' with ' + ' '.join(words) if words else ''}", flush=True)
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         run_parts(report, parts, Path(folder), options.lanes)
-    failed = [f for f in report.findings if f.state == FAIL]
-    notes = sum(f.state == NOTE for f in report.findings)
-    verdict = f"{len(failed)} failed" if failed else "nothing that must hold fails"
-    print(
-        f"\n{subject.name}: {verdict}, {notes} notes, {len(report.findings)} checks, {time.monotonic() - began:.0f} s"
-    )
-    if options.json is not None:
-        options.json.write_text(json.dumps(report.as_json(), indent=1, default=str) + "\n")
-    return 1 if failed else 0
+    return report.finish(time.monotonic() - began, options.json)
 
 
 def run_parts(report: Report, parts: set[int], folder: Path, lanes: int) -> None:

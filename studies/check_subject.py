@@ -6,8 +6,12 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import json
 import sys
 import textwrap
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +29,20 @@ from runtime.arguments import flags
 OK = "ok"
 NOTE = "note"  # differs from the unedited script, and may be what was intended
 FAIL = "FAIL"
+TITLES = {
+    1: "What it ascends",
+    2: "What must not change it",
+    3: "Numbers at the edge",
+    4: "Gradient against finite differences",
+    5: "Does it learn",
+    6: "Do its flags do anything",
+}
+WIDTH = 118
+CALLS = {  # as the parts that start no run call a script's functions
+    "token_loss": "token_loss(tokens, beta, args)",
+    "group_advantages": "group_advantages(rewards_PG, kind, eps)",
+    "loss_weights": "loss_weights(samples, in_loss, args)",
+}
 LOSS = ("add_gradients", "token_logprobs", "outputs", "prompt_cache")
 NEEDED = ("Args", "Tokens", "token_loss", "loss_weights", "main", "preflight")
 
@@ -56,6 +74,7 @@ class Subject:
     base_args: Any
     flags_given: frozenset[str]
     conditions: tuple[str, ...] = tuple(CONDITIONS)  # those of studies/enumeration.py that it meets
+    takes_old = True  # whether the loss is given old log-probs besides the sampler's
 
     @property
     def name(self) -> str:
@@ -68,6 +87,10 @@ class Subject:
     @property
     def is_ppo(self) -> bool:
         return self.base_name == "ppo.py"
+
+    def named(self, losses: dict[str, Callable]) -> dict[str, Callable]:
+        """Return the known losses that this one is compared with."""
+        return losses
 
     def with_flags(self, **changes: Any) -> Any:
         """Return the script's arguments with other values of these flags, as far as the script has them."""
@@ -98,6 +121,66 @@ class Subject:
             if found := self.place(function, phase):
                 return found
         return ""
+
+
+class Report:
+    """The findings so far and the seconds that each part has taken."""
+
+    def __init__(self, subject: Subject, brief: bool = False):
+        self.subject = subject
+        self.brief = brief
+        self.findings: list[Finding] = []
+        self.seconds: dict[int, float] = dict.fromkeys(TITLES, 0.0)
+
+    def run(self, part: int, find: Callable[[], list[Finding]], function: str = "token_loss") -> None:
+        """Add what a part finds. A part that could not run has checked nothing, so it fails."""
+        began = time.monotonic()
+        try:
+            found = find()
+        except Exception as error:
+            where = self.subject.first_place(function, "main")
+            lines = traceback.extract_tb(error.__traceback__)
+            own = [x for x in lines if Path(x.filename).name == self.subject.name]
+            if own:
+                where = f"{self.subject.name}:{own[-1].lineno}, {own[-1].name}: {own[-1].line}"
+            text = f"could not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if not own:
+                text += f"; it calls {CALLS.get(function, function)}: give what the script has added a default"
+            found = [Finding(part, "error", FAIL, text, where)]
+        self.findings += found
+        self.seconds[part] += time.monotonic() - began
+
+    def print_part(self, part: int) -> None:
+        """Print the findings of a part; with ``brief`` only those that are not ok."""
+        own = [finding for finding in self.findings if finding.part == part]
+        shown = [finding for finding in own if finding.state != OK] if self.brief else own
+        passed = f", {len(own) - len(shown)} ok" if self.brief else ""
+        print(f"\n{part} {TITLES[part]} ({self.seconds[part]:.0f} s{passed})", flush=True)
+        for finding in shown:
+            lines = textwrap.wrap(finding.text, WIDTH - 31, break_long_words=False)
+            print(f"  {finding.state:4} {finding.name:24} {lines[0]}")
+            for line in [*lines[1:], *([f"at {finding.place}"] if finding.place else [])]:
+                print(f"  {'':29} {line}")
+
+    def as_json(self) -> dict:
+        """Return the report for other programs, as values that JSON can hold."""
+        return {
+            "script": str(self.subject.script.__file__),
+            "against": self.subject.base_name,
+            "seconds": self.seconds,
+            "failed": sorted({f.part for f in self.findings if f.state == FAIL}),
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+        }
+
+    def finish(self, seconds: float, place: Path | None) -> int:
+        """Print the verdict, write the report as JSON to a place, if there is one, and return the exit code."""
+        failed = sum(f.state == FAIL for f in self.findings)
+        notes = sum(f.state == NOTE for f in self.findings)
+        verdict = f"{failed} failed" if failed else "nothing that must hold fails"
+        print(f"\n{self.subject.name}: {verdict}, {notes} notes, {len(self.findings)} checks, {seconds:.0f} s")
+        if place is not None:
+            place.write_text(json.dumps(self.as_json(), indent=1, default=str) + "\n")
+        return 1 if failed else 0
 
 
 class SmallSubject(Subject):

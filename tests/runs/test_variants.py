@@ -382,7 +382,6 @@ import torch
 import frameworks
 
 sys.path.append(sys.argv[1])
-sys.meta_path.append(frameworks.ABSENT)
 trl = frameworks.load("trl.experimental.sdpo.loss_utils")
 given = torch.load(sys.argv[2])
 student = given["student"].requires_grad_()

@@ -1,0 +1,382 @@
+"""Check a policy loss that was written for another framework: scripts/check.py --loss, docs/check_losses.md.
+
+The loss is called by its adapter (studies/framework_losses.py) and shown to the parts of the check as the token_loss of
+a script. A loss of a framework is a scalar of a batch, so the weights that its mean gives to tokens are found first, on
+fresh samples with an advantage of 1, and counts of the batch are taken out again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from types import SimpleNamespace
+
+import check_loss
+import check_numbers
+import frameworks
+import torch
+from check_subject import FAIL, NOTE, OK, Finding, Report, Subject, judge
+from enumeration import CONDITIONS, F64, World, policies_of, summarize
+from framework_losses import ADAPTERS, Adapter, Loss, Micro
+from torch import Tensor
+
+import grpo
+import kl_estimators
+from runtime.system import process, user_files
+
+SAME = 1e-6  # relative difference below which two gradients are one
+SIZES = (1, 4, 2, 3, 2, 4)  # tokens of the responses of a small batch: its counts differ from one another
+TOKEN, SEQUENCE, RESPONSE, CONSTANT, SUM = "token", "sequence", "response sum", "constant", "sum"
+MEANING = {
+    TOKEN: "mean over all tokens",
+    SEQUENCE: "mean over responses of the mean of their tokens, so it ascends E[A / length]: a short right response "
+    "counts more than a long one, and a long wrong one less",
+    RESPONSE: "mean over responses of the sum of their tokens",
+    CONSTANT: "sum of the tokens divided by responses times the columns of the padded batch",
+    SUM: "sum of all tokens",
+    "": "tokens of fresh samples have unequal weights that are no mean",
+}
+
+
+def pad(values_T: Tensor, sizes: Sequence[int], columns: int) -> Tensor:
+    """Return rows [B, columns] of the tokens of responses of these sizes, with zeros behind them."""
+    rows = [torch.nn.functional.pad(row, (0, columns - len(row))) for row in values_T.split(list(sizes))]
+    return torch.stack(rows)
+
+
+class LossView:
+    """A framework's loss with the token_loss of a script."""
+
+    fields = ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T", "response_T")
+    Tokens = dataclasses.make_dataclass("Tokens", fields)
+    Args = SimpleNamespace
+
+    def __init__(self, name: str, loss: Loss):
+        self.__file__ = name
+        self.loss = loss
+        self.apart = False  # each response in a batch of its own, whose loss counts besides its gradient
+        self.mean, self.factor = self.find_mean()
+
+    def find_mean(self) -> tuple[str, float]:
+        """Return what the loss divides by, and a further factor: of the gradient for advantages and ratios of 1."""
+        weights_BT, mask_BT = self.small_step()
+        weights_T = weights_BT[mask_BT > 0]
+        lengths_T = mask_BT.sum(1, keepdim=True).expand_as(mask_BT)[mask_BT > 0]
+        used = weights_T != 0
+        responses, columns = mask_BT.shape
+        shares = {
+            TOKEN: weights_T * mask_BT.sum(),
+            RESPONSE: weights_T * responses,
+            CONSTANT: weights_T * responses * columns,
+            SUM: weights_T,
+            SEQUENCE: weights_T * responses * lengths_T,
+        }
+        for name, share in shares.items():
+            if used.any() and (share[used] - 1).abs().max() < SAME:
+                return name, 1.0
+        for name in (SUM, SEQUENCE):
+            share = shares[name][used]
+            if used.any() and (share - share[0]).abs().max() < SAME * share.abs().max():
+                return name, share[0].abs().item()
+        return "", weights_T[used].abs().mean().item() if used.any() else 1.0
+
+    def small_step(self, cuts: Sequence[Sequence[int]] = (range(len(SIZES)),), **changes) -> tuple[Tensor, Tensor]:
+        """Return minus the gradient of a step on fresh samples, [B, T], for advantages of 1, and the mask."""
+        old_T = torch.linspace(-3, -0.1, sum(SIZES), dtype=F64)
+        known = dict.fromkeys(("logprobs_T", "old_T", "ref_T", "sampler_T"), old_T)
+        step = self.step(SIZES, known | {"advantages_T": torch.ones_like(old_T)}, **changes)
+        return -self.gradient(step, cuts), step.mask
+
+    def step(self, sizes: Sequence[int], known: dict[str, Tensor], columns: int = 0, **more) -> Micro:
+        """Return all rows of a step."""
+        columns = columns or max(sizes)
+        rows = {name.removesuffix("_T"): pad(known[name], sizes, columns) for name in self.fields[:5]}
+        ones = torch.ones_like(known["old_T"])
+        mask = pad(ones, sizes, columns)
+        micro = Micro(**rows, mask=mask, weights=mask.clone(), rows=torch.arange(len(sizes)), step_mask=mask)
+        return micro._replace(**more)
+
+    def gradient(self, step: Micro, cuts: Sequence[Sequence[int]], ranks: int = 1) -> Tensor:
+        """Return the gradient of a step, [R, T], that is cut into these rows, which are dealt to ranks."""
+        leaf = step.logprobs.detach().clone().requires_grad_()
+        total = 0.0
+        for rows in cuts:
+            own = torch.tensor(list(rows))
+            parts = {name: getattr(step, name)[own] for name in Micro._fields[:7]}
+            parts |= {"logprobs": leaf[own], "rows": own}
+            total = total + self.loss(step._replace(**parts, micro_batches=len(cuts) // ranks, ranks=ranks)) / ranks
+        return torch.autograd.grad(total, leaf, allow_unused=True, materialize_grads=True)[0]
+
+    def counts(self, sizes: Tensor) -> float:
+        """Return what undoes the division by counts of the batch."""
+        divisors = {TOKEN: int(sizes.sum()), SUM: 1, "": 1, CONSTANT: len(sizes) * int(sizes.max())}
+        return divisors.get(self.mean, len(sizes)) / self.factor
+
+    def token_loss(self, tokens, beta: float, args) -> tuple[Tensor, dict]:
+        """Return a loss per token, [T], with the gradient of the framework's loss, before it is divided by counts."""
+        sizes = tokens.response_T.unique_consecutive(return_counts=True)[1]
+        known = {name: getattr(tokens, name) for name in self.fields[:5]}
+        more = {"beta": beta, "estimator": args.kl_estimator} if beta else {}
+        value_T = torch.zeros_like(known["old_T"])
+        if self.apart:
+            slopes_T = torch.zeros_like(value_T)
+            for t in range(len(value_T)):
+                one = self.step((1,), {name: value[t : t + 1] for name, value in known.items()}, **more)
+                value_T[t] = self.loss(one).detach()
+                slopes_T[t] = self.gradient(one, [[0]])[0, 0]
+        else:
+            step = self.step(sizes.tolist(), known, **more)
+            slopes_T = self.gradient(step, [range(len(sizes))])[step.mask > 0] * self.counts(sizes)
+        moved_T = known["logprobs_T"] - known["logprobs_T"].detach()
+        return value_T + slopes_T.to(moved_T.dtype) * moved_T, {}
+
+
+class LossSubject(Subject):
+    """A framework's loss, next to that of grpo.py."""
+
+    @property
+    def base_name(self) -> str:
+        return check_loss.CLIP
+
+    def place(self, function: str, phase: str = "") -> str:
+        return self.where
+
+    def named(self, losses: dict) -> dict:
+        """Add to named losses those that divide by the response's length, where this one does."""
+        _, *others = losses  # the first is that of grpo.py
+        losses = {"PPO clip": losses["PPO clip"]} | {name: losses[name] for name in others}
+        if self.script.mean != SEQUENCE:
+            return losses
+
+        def shorter(loss: check_loss.Loss, b) -> Tensor:
+            return loss(b) / b.lengths[b.owner]
+
+        return losses | {f"{name} / length": partial(shorter, loss) for name, loss in losses.items()}
+
+
+def subject_of(name: str, loss: Loss, adapter: Adapter, where: str = "") -> LossSubject:
+    """Return the subject of a loss."""
+    base = SimpleNamespace(Tokens=grpo.Tokens, token_loss=grpo.token_loss, __file__=grpo.__file__)
+    subject = LossSubject(LossView(name, loss), grpo.Args(), base, grpo.Args(), frozenset())
+    subject.where = where
+    subject.takes_old = adapter.old
+    subject.adapter = adapter
+    return subject
+
+
+# ------------------------------------------------------------------------------------------------------ what it checks
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Relative difference of two gradients; infinite where they are not finite."""
+    if not (a.isfinite().all() and b.isfinite().all()):
+        return float("inf")
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+
+
+def random_step(view: LossView, columns: int = 0) -> Micro:
+    """Return a step of samples that are neither fresh nor equal."""
+    draw = torch.Generator().manual_seed(1)
+    known = {}
+    start = -0.2 - 2 * torch.rand(sum(SIZES), generator=draw, dtype=F64)
+    for name in ("logprobs_T", "old_T", "ref_T", "sampler_T"):
+        known[name] = start + 0.1 * torch.randn(sum(SIZES), generator=draw, dtype=F64)
+    of_response = torch.tensor([1.0, -0.5, -1.0, 0.7, 0.3, -0.2], dtype=F64)
+    known["advantages_T"] = of_response.repeat_interleave(torch.tensor(SIZES))
+    return view.step(SIZES, known, columns)
+
+
+def check_batch(subject: LossSubject) -> list[Finding]:
+    """Check what must not change the gradient: the cut, ranks, order, padding, and tokens that the mask leaves out."""
+    view = subject.script
+    everything = [range(len(SIZES))]
+    step = random_step(view)
+    whole = view.gradient(step, everything)
+    short = (0, 2, 4)  # these have fewer tokens than the others
+    long = (1, 3, 5)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    turned = step._replace(**{name: getattr(step, name)[order] for name in Micro._fields[:7]})
+    turned = turned._replace(step_mask=turned.mask)
+    columns = step.mask.shape[1]
+    wide = random_step(view, columns + 3)
+    cases = {
+        "micro-batches": (view.gradient(step, [short, long]), whole),
+        "ranks": (view.gradient(step, [short, long], ranks=2), whole),
+        "order of responses": (view.gradient(turned, everything), whole[order]),
+        "padding": (view.gradient(wide, everything)[:, :columns], whole),
+    }
+    mask = step.mask.clone()
+    mask[1, 1] = mask[5, 2:] = 0  # tokens of an environment, and the end of a response
+    mask[2] = 0  # a response that is left out
+    left_out = step._replace(mask=mask, step_mask=mask, weights=mask)
+    first = view.gradient(left_out, everything)
+    changed = {name: torch.where(mask > 0, getattr(step, name), -9.0) for name in Micro._fields[:4]}
+    changed["logprobs"] = torch.where(mask > 0, step.logprobs, -3.0)
+    second = view.gradient(left_out._replace(**changed), everything)
+    cases["masked tokens"] = (second * mask, first * mask)
+    cases["their gradient"] = (first * mask, first)
+    findings = []
+    for name, (found, wanted) in cases.items():
+        apart = difference(found, wanted)
+        text = f"the gradient depends on it: it differs by {apart:.2g}"
+        findings.append(judge(2, name, apart < SAME, "the gradient is equal", text, subject.where))
+    if subject.adapter.weights:
+        double = view.gradient(step._replace(weights=2 * step.weights), everything)
+        used = difference(double, whole) > SAME
+        findings.append(judge(2, "weights", used, "the gradient uses them", "they have no effect", subject.where, NOTE))
+    return findings
+
+
+def check_mean(subject: LossSubject) -> Finding:
+    """Say what the loss divides by."""
+    view = subject.script
+    factor = "" if abs(view.factor - 1) < SAME else f", times {view.factor:.4g}"
+    state = OK if view.mean in (TOKEN, RESPONSE, CONSTANT, SUM) else NOTE
+    return Finding(2, "aggregation", state, MEANING[view.mean] + factor, subject.where if state != OK else "")
+
+
+def check_kl(subject: LossSubject) -> list[Finding]:
+    """Compare the expected gradient of each KL in the loss with that of the estimator of its name in grpo.py."""
+    findings = []
+    for name in subject.adapter.estimators:
+        known = kl_estimators.canonical_name(name)
+        rows = {}
+        for condition in ("fresh", "stale"):
+            setting = ("loss", name, condition)
+            try:
+                ours = kl_estimators.table_row(subject.script, *setting)
+            except Exception as error:
+                rows = {}
+                text = f"could not be called: {type(error).__name__}: {error}"
+                findings.append(Finding(1, f"KL {name}", NOTE, text))
+                break
+            rows[condition] = (ours, kl_estimators.table_row(grpo, "loss", known, condition))
+        if not rows:
+            continue
+        text = "; ".join(f"{condition}: descends {ours.meaning()}" for condition, (ours, _) in rows.items())
+        right = all(x.label == y.label and abs(x.cosine - y.cosine) < SAME for x, y in rows.values())
+        better = all(x.label == kl_estimators.REVERSE for x, _ in rows.values())
+        state = OK if better else NOTE
+        if not right and not better:
+            meanings = dict.fromkeys(y.meaning() for _, y in rows.values())
+            text += f". In grpo.py {known} descends {' and '.join(meanings)}"
+            state = FAIL if rows["fresh"][0].cosine < 0 else NOTE
+        findings.append(Finding(1, f"KL {name}", state, text, subject.where if state == FAIL else ""))
+    return findings
+
+
+def check_edges(subject: LossSubject) -> list[Finding]:
+    """Check extreme numbers one response at a time; a ratio that overflows is a note, as most losses have it."""
+    subject.script.apart = True
+    findings = check_numbers.check_edges(subject)
+    subject.script.apart = False
+    return [dataclasses.replace(f, state=NOTE) if f.state == FAIL and f.name != "NaN rewards" else f for f in findings]
+
+
+PARTS: dict[int, tuple[Callable, ...]] = {
+    1: (check_loss.check_ascent, check_kl),
+    2: (lambda subject: [check_mean(subject)], check_batch),
+    3: (check_edges,),
+}
+
+
+# ------------------------------------------------------------------------------------------------- finding a loss
+
+
+def losses_of(framework: str, source: Path | None, own: Callable | None = None) -> dict[str, Loss]:
+    """Return the losses of a framework, from a folder of its source or as it is installed."""
+    adapter = ADAPTERS[framework]
+    folders = tuple(source / name for name in adapter.folders if (source / name).is_dir()) if source else ()
+    load = partial(frameworks.load, folders=folders, asked=adapter.asked, hidden=adapter.hidden)
+    return adapter.losses(load, own)
+
+
+def table_line(name: str, loss: Loss, adapter: Adapter) -> str:
+    """Return the row of a loss: bias and cosine in each condition, noise, mean, nearest loss and seconds."""
+    began = time.monotonic()
+    subject = subject_of(name, loss, adapter)
+    world = World(max_length=4)
+    policies = {condition: policies_of(world, condition) for condition in CONDITIONS}
+    function = check_loss.loss_table.loss_of(subject.script, subject.args)
+    found = check_loss.expected_updates(function, world, policies)
+    cells = []
+    for condition, own in found.items():
+        row = summarize(own.updates, own.drawn, world, policies[condition], 1, own.zero)
+        cells.append(f"{row.bias:.2f} {row.cosine:+.2f} {row.noise:.1f}")
+    losses = subject.named(check_loss.named_losses(subject))
+    known = {key: check_loss.expected_updates(one, world, policies) for key, one in losses.items()}
+    nearest, apart, _ = check_loss.nearest(found, known)
+    sign = "=" if apart < SAME else "~"
+    seconds = time.monotonic() - began
+    return f"| {name} | {' | '.join(cells)} | {subject.script.mean or 'none'} | {sign} {nearest} | {seconds:.1f} |"
+
+
+def own_function(place: str) -> Callable:
+    """Return the function, or the method of a class, of "file.py:name". Exits with code 2 where there is none."""
+    path, _, name = place.partition(":")
+    try:
+        return attrgetter(name)(user_files.load(path))
+    except (OSError, AttributeError, ImportError) as error:
+        process.refuse(f"--loss {place}: {error}; pass file.py:function")
+
+
+def find_losses(options: argparse.Namespace) -> tuple[Adapter, dict[str, Loss], str, Callable | None]:
+    """Return the adapter, the losses that were asked for, and the framework. Exits with code 2 where there is none."""
+    place, _, name = options.loss.partition(":")
+    is_own = place.endswith(".py")
+    framework = options.like or "plain" if is_own else place
+    if framework not in ADAPTERS:
+        process.refuse(f"{framework} is not a framework with an adapter; known are {', '.join(ADAPTERS)}")
+    try:
+        losses = losses_of(framework, options.source)  # first, as a file of one's own imports the framework
+        own = own_function(options.loss) if is_own else None
+        losses = losses_of(framework, options.source, own) if is_own else losses
+    except ImportError as error:
+        wrong = f"{framework} cannot be imported ({error})"
+        process.refuse(f"{wrong}; install it, or pass --source DIR, a clone or an unpacked wheel")
+    if name and not is_own and name not in losses:
+        process.refuse(f"{framework} has no loss {name}; it has {', '.join(losses) or 'none that can be called here'}")
+    return ADAPTERS[framework], losses if is_own or not name else {name: losses[name]}, framework, own
+
+
+def print_table(framework: str, adapter: Adapter, losses: dict[str, Loss]) -> int:
+    """Print a row for every loss of a framework, and the reason where one could not be called."""
+    print(f"{framework}: in each condition the bias, the cosine and the noise of the expected update\n")
+    print(f"| loss | {' | '.join(CONDITIONS)} | mean | nearest | s |")
+    print("|---" * (len(CONDITIONS) + 4) + "|")
+    for name, loss in losses.items():
+        try:
+            print(table_line(name, loss, adapter), flush=True)
+        except Exception as error:
+            print(f"| {name} | not called: {type(error).__name__}: {str(error).splitlines()[0]} |", flush=True)
+    if not losses:
+        print("none is called here: its losses run on a server; pass --loss file.py:function --like", framework)
+    return 0
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the report on a loss, or the table of a framework's; the exit code."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    adapter, losses, framework, own = find_losses(options)
+    if own is None and ":" not in options.loss:
+        return print_table(framework, adapter, losses)
+    (loss,) = losses.values()
+    where = f"{options.loss} line {own.__code__.co_firstlineno}" if own else options.loss
+    title = f"{Path(options.loss).name} as {framework} calls it" if own else options.loss
+    try:
+        subject = subject_of(title, loss, adapter, where)
+    except Exception as error:
+        process.refuse(f"--loss {options.loss}: {type(error).__name__}: {error}; {framework} calls {adapter.form}")
+    report = Report(subject, options.brief)
+    print(f"{title}, compared with the losses of docs/maintainers/losses.md", flush=True)
+    for part in [part for part in PARTS if part in options.parts]:
+        for check in PARTS[part]:
+            report.run(part, partial(check, subject), where)
+        report.print_part(part)
+    return report.finish(time.monotonic() - began, options.json)
