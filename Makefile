@@ -52,4 +52,4 @@ lint: setup
 	$(PYTHON_BIN) studies/shape.py
 
 bench: setup
-	$(PYTHON_BIN) studies/benchmark.py $(ARGS)
+	$(PYTHON_BIN) studies/benchmark.py $(or $(ARGS),grpo.py)

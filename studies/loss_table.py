@@ -1,6 +1,7 @@
 """The expected gradient of every policy loss next to the gradient of E[R], by exact enumeration.
 
     python studies/loss_table.py                              prints the table (a few seconds on one core)
+    python studies/loss_table.py --worlds 20                  medians of the policy losses over random worlds
 
 studies/enumeration.py has the policies, over whose responses every expectation is a sum, and the CONDITIONS.
 
@@ -12,6 +13,7 @@ the columns.
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import math
 import sys
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import NamedTuple
 
@@ -33,7 +36,7 @@ from enumeration import (
     END,
     F64,
     PROMPTS,
-    UNNAMED,
+    VOCABULARY,
     Policies,
     Row,
     World,
@@ -60,6 +63,8 @@ class Batch(NamedTuple):
     drift: Tensor  # the exact KL(sampler||pi) of the next token after each token's prefix
     past: Tensor  # what the turns before the token's own have brought: a part of the response's reward
     baselines: Tensor  # optimal_baselines minus the mean reward, which the advantages have already
+    vocabulary: Tensor  # [N, V], pi's log-probs of all next tokens after each token's prefix, with gradient
+    drawn: Tensor  # [N, V], the sampler's probabilities of them
 
     def response_sum(self, values: Tensor) -> Tensor:
         """Return the sum over the token's response, at every token: [N] -> [N]."""
@@ -69,6 +74,16 @@ class Batch(NamedTuple):
     def response_mean(self, values: Tensor) -> Tensor:
         """Return the mean over the token's response, at every token: [N] -> [N]."""
         return self.response_sum(values) / self.lengths[self.owner]
+
+    def before(self, values: Tensor, start: float, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the values of the earlier tokens of the response, joined one after another, at every token."""
+        found = []
+        for row in values.split(self.lengths.tolist()):
+            held = torch.tensor(start, dtype=F64)
+            for value in row:
+                found.append(held)
+                held = join(held, value)
+        return torch.stack(found)
 
 
 def loss_of(script: ModuleType, args: grpo.Args) -> Callable[[Batch], Tensor]:
@@ -235,6 +250,49 @@ def optimal_token_baseline(b: Batch) -> Tensor:
     return from_grpo(b._replace(advantages=advantages))
 
 
+def ipo(b: Batch, change: float = 0.3) -> Tensor:
+    """Drop tokens with |pi - sampler| > change, whatever the sign of A (IPO, the default of prime-rl 0.9)."""
+    kept = (b.logprobs.exp() - b.sampler.exp()).detach().abs() <= change
+    return -(b.logprobs - b.sampler).exp() * b.advantages * kept
+
+
+def prefix_product(b: Batch) -> Tensor:
+    """Weight a token by the product of pi / sampler up to it: the ratio of CTPO without its clip (arXiv 2605.07331)."""
+    moved = (b.logprobs - b.sampler).detach()
+    ratio = (b.before(moved, 0.0, torch.add) + moved).exp()
+    return -ratio * b.advantages * b.logprobs
+
+
+def prefix_minimum(b: Batch) -> Tensor:
+    """Weight a token by pi / sampler times the smallest such ratio before it (MinPRO, arXiv 2601.22718)."""
+    ratio = (b.logprobs - b.sampler).detach().exp()
+    ratio = ratio * b.before(ratio, math.inf, torch.minimum).nan_to_num(posinf=1.0)
+    return -ratio * b.advantages * b.logprobs
+
+
+def topr(b: Batch) -> Tensor:
+    """Weight responses with A < 0 by pi / sampler of all of it, at most 1, and no others (TOPR, arXiv 2503.14286)."""
+    ratio = b.response_sum(b.logprobs - b.sampler).detach().exp().clamp(max=1)
+    weight = torch.where(b.advantages < 0, ratio, torch.ones_like(ratio))
+    return -weight * b.advantages * b.logprobs
+
+
+def centered_scores(b: Batch, cap: float = math.inf, weigh: bool = False) -> Tensor:
+    """Subtract from the score of a token its mean under the sampler (score centering, arXiv 2609.20807).
+
+    ``weigh``: both have the weight pi / sampler, at most ``cap``.
+    """
+    weights = (b.vocabulary.exp() / b.drawn).detach().clamp(max=cap) if weigh else torch.ones_like(b.drawn)
+    own = (b.logprobs - b.sampler).detach().exp().clamp(max=cap) if weigh else 1.0
+    mean = (b.drawn * weights * b.vocabulary).sum(-1)
+    return -b.advantages * (own * b.logprobs - mean)
+
+
+def centered_tis(b: Batch) -> Tensor:
+    """Return score centering with truncated weights."""
+    return centered_scores(b, cap=2.0, weigh=True)
+
+
 LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "policy gradient": policy_gradient,
     "sequence ratio": sequence_ratio,
@@ -259,6 +317,12 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "SAPO": sapo,
     "DRO": dro,
     "OTB": optimal_token_baseline,
+    "IPO": ipo,
+    "prefix product": prefix_product,
+    "prefix minimum": prefix_minimum,
+    "TOPR": topr,
+    "score centering": centered_scores,
+    "centering, TIS 2": centered_tis,
 }
 
 
@@ -304,6 +368,8 @@ def batch_of(world: World, policies: Policies) -> Batch:
         drift=drift[world.rows],
         past=world.past,
         baselines=baselines - means[world.owner],
+        vocabulary=policies.pi.log_softmax(-1)[world.rows].requires_grad_(),
+        drawn=sampler.exp()[world.rows],
     )
 
 
@@ -318,8 +384,14 @@ class Expected(NamedTuple):
 def expected(loss: Callable[[Batch], Tensor], world: World, policies: Policies) -> Expected:
     """Minus the gradient of the sum of a policy's token losses over a response."""
     batch = batch_of(world, policies)
-    slopes = torch.autograd.grad(loss(batch).sum(), batch.logprobs)[0]  # [N]
+    leaves = (batch.logprobs, batch.vocabulary)
+    slopes, others = torch.autograd.grad(loss(batch).sum(), leaves, allow_unused=True)  # [N], [N, V]
     by_token = -slopes[:, None] * world.scores(policies.pi)
+    if others is not None:  # a loss of log-probs of tokens that were not drawn
+        chances = policies.pi.softmax(-1)[world.rows]
+        by_row = torch.zeros(len(world.rows), world.n_rows, VOCABULARY, dtype=F64)
+        by_row[torch.arange(len(world.rows)), world.rows] = others - others.sum(-1, keepdim=True) * chances
+        by_token = by_token - by_row.flatten(1)
     drawn = world.probabilities(policies.sampler)
     drawn_tokens = drawn[world.owner]
     zero = drawn_tokens @ (slopes == 0).to(F64) / drawn_tokens.sum()
@@ -330,191 +402,6 @@ def loss_row(name: str, world: World, policies: Policies) -> Row:
     """Return the row of a policy loss."""
     found = expected(LOSSES[name], world, policies)
     return summarize(found.updates, found.drawn, world, policies, responses=1, zero=found.zero)
-
-
-# The teacher is the policy itself, shown a hint: a right answer of another sample. For each hint it is a policy of its
-# own, here the sampler's table plus noise of that hint. A hint is drawn like a sample, from the right ones.
-
-
-class Distillation(NamedTuple):
-    """A self-distillation loss under a condition."""
-
-    descends: str  # the objective whose gradient is the expected one
-    bias: float  # |expected gradient - that of the KL of whole responses, or of their entropy| / |the latter|
-    cosine: float  # between the two
-
-
-class Hinted(NamedTuple):
-    """One prompt with one hint: the policies, and the teacher that has read the hint."""
-
-    world: World
-    policies: Policies
-    weights: Tensor  # [N], of the tokens of this prompt's responses: probability of the response and of the hint
-    teacher: Tensor  # logits [rows, vocabulary]
-
-    def old(self) -> Tensor:
-        return self.world.token_logprobs(self.policies.old)
-
-    def sampler(self) -> Tensor:
-        return self.world.token_logprobs(self.policies.sampler)
-
-    def taught(self) -> Tensor:
-        """Return the teacher's log-probs of the tokens, [N]."""
-        return self.world.token_logprobs(self.teacher)
-
-    def next_token(self, values: Tensor) -> Tensor:
-        """Return the sum over the vocabulary after each token's prefix: [rows, vocabulary] -> [N]."""
-        return values.sum(-1)[self.world.rows]
-
-
-def hints_of(world: World, policies: Policies) -> list[Hinted]:
-    """Every hint: a right response, as often as the sampler draws it among the right ones of its prompt."""
-    drawn = world.probabilities(policies.sampler)
-    right = drawn * world.rewards
-    share = torch.zeros(PROMPTS, dtype=F64)
-    share.index_add_(0, world.prompts, right)
-    rng = torch.Generator().manual_seed(5)
-    found = []
-    for i in torch.nonzero(right).flatten():
-        prompt = world.prompts[i]
-        chance = right[i] / share[prompt]
-        own = (world.prompts == prompt).to(F64)
-        weights = chance * own * drawn
-        teacher = policies.sampler + world.noise(1.0, rng)
-        found.append(Hinted(world, policies, weights[world.owner], teacher))
-    return found
-
-
-def sampled_token(pi: Tensor, h: Hinted) -> Tensor:
-    """Return grpo.py's unbiased k1 with the teacher as reference (SDPO, arXiv 2601.20802; variants/sdpo.patch)."""
-    logprobs = h.world.token_logprobs(pi)
-    tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), ref_T=h.taught())
-    args = grpo.Args(kl_estimator="k1+")
-    return grpo.token_loss(tokens, 1.0, args)[0]
-
-
-def naive_k1(pi: Tensor, h: Hinted) -> Tensor:
-    """Return k1 of pi and the teacher at the sampled tokens, to be differentiated as it stands."""
-    return h.world.token_logprobs(pi) - h.taught()
-
-
-def reverse_kl(pi: Tensor, h: Hinted) -> Tensor:
-    """Return KL(pi || teacher) of the next token, over the vocabulary (SDFT, arXiv 2601.19897)."""
-    logp = pi.log_softmax(-1)
-    logq = h.teacher.log_softmax(-1)
-    return h.next_token(logp.exp() * (logp - logq))
-
-
-def forward_kl(pi: Tensor, h: Hinted) -> Tensor:
-    """Return KL(teacher || pi) of the next token, over the vocabulary (OPSD, arXiv 2601.18734)."""
-    logp = pi.log_softmax(-1)
-    logq = h.teacher.log_softmax(-1)
-    return h.next_token(logq.exp() * (logq - logp))
-
-
-def jensen_shannon(pi: Tensor, h: Hinted) -> Tensor:
-    """Return half of the KL of pi and of the teacher, each to the mean of both (OPSD)."""
-    logp = pi.log_softmax(-1)
-    logq = h.teacher.log_softmax(-1)
-    logm = torch.logaddexp(logp, logq) - math.log(2)
-    both = logp.exp() * (logp - logm) + logq.exp() * (logq - logm)
-    return h.next_token(both) / 2
-
-
-def kl_in_reward(pi: Tensor, h: Hinted) -> Tensor:
-    """Charge each token with the k1 of all tokens from it on (--kl_placement reward)."""
-    charges = h.old() - h.taught()
-    before = charges.cumsum(0) - charges
-    ends = h.world.lengths.cumsum(0)[h.world.owner]
-    to_go = F.pad(charges.cumsum(0), (1, 0))[ends] - before
-    ratio = (h.world.token_logprobs(pi) - h.old()).exp()
-    return to_go * ratio
-
-
-def entropy_bonus(pi: Tensor, h: Hinted) -> Tensor:
-    """Return the loss of --entropy_coef 1 for any teacher; an entropy target moves the value 1 (arXiv 2505.22312)."""
-    logp = pi.log_softmax(-1)
-    logprobs = h.world.token_logprobs(pi)
-    entropy = -h.next_token(logp.exp() * logp)
-    tokens = make_tokens(grpo, logprobs_T=logprobs, old_T=h.old(), sampler_T=h.sampler(), entropy_T=entropy)
-    return grpo.token_loss(tokens, 0.0, grpo.Args(entropy_coef=1.0))[0]
-
-
-DISTILLATIONS: dict[str, Callable[[Tensor, Hinted], Tensor]] = {
-    "SDPO, sampled tokens": sampled_token,
-    "the same, naive": naive_k1,
-    "SDFT, reverse KL": reverse_kl,
-    "OPSD, forward KL": forward_kl,
-    "OPSD, Jensen-Shannon": jensen_shannon,
-    "KL in the reward": kl_in_reward,
-    "entropy bonus": entropy_bonus,
-}
-
-
-def whole_kl(pi: Tensor, h: Hinted) -> Tensor:
-    """Return terms whose mean over the sampler's responses is KL(pi || teacher) of whole responses."""
-    moved = h.world.token_logprobs(pi) - h.sampler()
-    ratio = h.world.sum_over_response(moved).exp()
-    return ratio[h.world.owner] * naive_k1(pi, h)
-
-
-def whole_entropy(pi: Tensor, h: Hinted) -> Tensor:
-    """Return terms whose mean over the sampler's responses is minus the entropy of whole responses."""
-    moved = h.world.token_logprobs(pi) - h.sampler()
-    ratio = h.world.sum_over_response(moved).exp()
-    return ratio[h.world.owner] * own_likelihood(pi, h)
-
-
-def negative_entropy(pi: Tensor, h: Hinted) -> Tensor:
-    """Return minus the entropy of the next token."""
-    logp = pi.log_softmax(-1)
-    return h.next_token(logp.exp() * logp)
-
-
-def own_likelihood(pi: Tensor, h: Hinted) -> Tensor:
-    """Return log pi of the sampled tokens, for any teacher."""
-    return h.world.token_logprobs(pi)
-
-
-WHOLE = "KL(pi||T) of responses"
-DESCENDED = {
-    WHOLE: whole_kl,
-    "KL(pi||T) after sampled prefixes": reverse_kl,
-    "KL(T||pi) after sampled prefixes": forward_kl,
-    "JS(pi,T) after sampled prefixes": jensen_shannon,
-    "log pi of the samples": own_likelihood,
-    "-entropy after sampled prefixes": negative_entropy,
-}
-
-
-def hinted_gradient(loss: Callable[[Tensor, Hinted], Tensor], world: World, policies: Policies) -> Tensor:
-    """Return the expected gradient at pi of a loss of each token, over prompts, hints and the sampler's responses."""
-    hints = hints_of(world, policies)
-
-    def expected(pi: Tensor) -> Tensor:
-        return torch.stack([h.weights @ loss(pi, h) for h in hints]).sum()
-
-    return world.gradient(expected, policies.pi)
-
-
-def distillation_row(name: str, world: World, policies: Policies) -> Distillation:
-    """Return the row of a self-distillation loss."""
-    mean = hinted_gradient(DISTILLATIONS[name], world, policies)
-    of_responses = whole_entropy if name == "entropy bonus" else whole_kl
-    whole = hinted_gradient(of_responses, world, policies)
-    size = whole.norm()
-    descends = UNNAMED
-    for objective, loss in DESCENDED.items():
-        known = hinted_gradient(loss, world, policies)
-        if (mean - known).norm() < 1e-6 * size:
-            descends = objective
-    if mean.norm() < 1e-6 * size:
-        descends = "nothing"
-    return Distillation(
-        descends=descends,
-        bias=((mean - whole).norm() / size).item(),
-        cosine=torch.cosine_similarity(mean, whole, dim=0).item(),
-    )
 
 
 GROUP = 4  # responses per prompt
@@ -543,6 +430,9 @@ RECIPES: dict[str, dict] = {
         "filter_zero_std_samples": True,
         "clip_higher": 0.28,
     },
+    "VL norm": {"loss_norm": "constant", "advantage_normalization_type": "leave_one_out"},
+    "two rewards, std": {"loss_norm": "constant", "advantage_normalization_type": "standard"},
+    "GDPO": {"loss_norm": "constant", "advantage_normalization_type": "standard"},
 }
 RECIPE_CONDITIONS = ("fresh", "stale")
 
@@ -557,8 +447,15 @@ class Groups(NamedTuple):
     zero: Tensor  # [groups], tokens without gradient
 
 
-def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, script: ModuleType = grpo) -> Groups:
-    """Every group of one prompt, with the advantages and the loss of a script."""
+def groups_of(
+    world: World,
+    policies: Policies,
+    prompt: int,
+    args: grpo.Args,
+    script: ModuleType = grpo,
+    parts: list[Tensor] | None = None,
+) -> Groups:
+    """Every group of one prompt, with the advantages and the loss of a script. ``parts``: as for step_row."""
     own = torch.nonzero(world.prompts == prompt).flatten().tolist()
     combinations = list(itertools.combinations_with_replacement(own, GROUP))
     orders = [len(set(itertools.permutations(group))) for group in combinations]
@@ -566,7 +463,8 @@ def groups_of(world: World, policies: Policies, prompt: int, args: grpo.Args, sc
     drawn = PROMPTS * world.probabilities(policies.sampler)
     probability = torch.tensor(orders, dtype=F64) * drawn[members].prod(1)
     rewards = world.rewards[members]
-    advantages = script.group_advantages(rewards, args.advantage_normalization_type)
+    kind = args.advantage_normalization_type
+    advantages = sum(script.group_advantages(part[members], kind) for part in parts or [world.rewards])
 
     # the tokens of all members of all groups, one after the other
     flat = members.flatten()
@@ -630,22 +528,52 @@ def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Arg
     return per_token[first_tokens].to(F64)
 
 
+def shorter_counts_more(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args, script: ModuleType) -> Tensor:
+    """Return weights of responses in proportion to 1 / length, which sum to those of loss_norm constant (VL norm)."""
+    lengths = torch.tensor([length for group, _ in layouts for length in group], dtype=F64)
+    return 1 / lengths / (1 / lengths).sum() / args.max_response_length
+
+
+def with_two_rewards(world: World) -> tuple[World, list[Tensor]]:
+    """Return the world with a second reward, for responses of more than one token that end, and both rewards."""
+    last = world.lengths.cumsum(0) - 1
+    ended = (world.tokens[last] == END) & (world.lengths > 1)
+    other = copy.copy(world)
+    parts = [world.rewards, ended.to(F64)]
+    other.rewards = sum(parts)
+    return other, parts
+
+
 def recipe_row(name: str, world: World, policies: Policies) -> Row:
-    """Return the row of a recipe of grpo.py."""
-    return step_row(grpo, grpo.Args(**RECIPES[name]), world, policies)
+    """Return the row of a recipe: of grpo.py, or with the weights of VL norm (2509.07558) or advantages of GDPO."""
+    args = grpo.Args(**RECIPES[name])
+    if name == "VL norm":
+        return step_row(grpo, args, world, policies, weigh=shorter_counts_more)
+    if name in ("two rewards, std", "GDPO"):
+        world, parts = with_two_rewards(world)
+        return step_row(grpo, args, world, policies, parts=parts if name == "GDPO" else None)
+    return step_row(grpo, args, world, policies)
 
 
-def step_row(script: ModuleType, args: grpo.Args, world: World, policies: Policies) -> Row:
+def step_row(
+    script: ModuleType,
+    args: grpo.Args,
+    world: World,
+    policies: Policies,
+    weigh: Callable = response_weights,
+    parts: list[Tensor] | None = None,
+) -> Row:
     """Return the row of one optimizer step of a script on a group of each prompt, over all pairs of groups.
 
-    Updates are multiplied by the maximum length, by which loss_norm constant divides.
+    Updates are multiplied by the maximum length, by which loss_norm constant divides. ``weigh``: makes the weights of
+    responses. ``parts``: rewards whose advantages are computed one by one and added.
     """
     args = replace(args, max_response_length=world.max_length)
-    first, second = [groups_of(world, policies, prompt, args, script=script) for prompt in range(PROMPTS)]
+    first, second = [groups_of(world, policies, prompt, args, script, parts) for prompt in range(PROMPTS)]
 
     @cache
     def weights(*layouts) -> Tensor:
-        return response_weights(list(layouts), args, script)
+        return weigh(list(layouts), args, script)
 
     pairs = [weights(x, y) for x in first.layouts for y in second.layouts]
     weight = torch.stack(pairs).view(len(first.layouts), len(second.layouts), 2 * GROUP)
@@ -659,7 +587,7 @@ def step_row(script: ModuleType, args: grpo.Args, world: World, policies: Polici
     return summarize(updates, drawn.flatten(), world, policies, responses=2 * GROUP, zero=zero)
 
 
-def table() -> dict[tuple[str, str], Row | Distillation]:
+def table() -> dict[tuple[str, str], Row]:
     """(condition, loss or recipe) -> its row."""
     world = World(max_length=4)
     small_world = World(max_length=2)  # small enough for all pairs of groups
@@ -668,8 +596,6 @@ def table() -> dict[tuple[str, str], Row | Distillation]:
         policies = policies_of(world, condition)
         for name in LOSSES:
             rows[condition, name] = loss_row(name, world, policies)
-        for name in DISTILLATIONS:
-            rows[condition, name] = distillation_row(name, world, policies)
     for condition in RECIPE_CONDITIONS:
         policies = policies_of(small_world, condition)
         for name in RECIPES:
@@ -690,20 +616,36 @@ def print_table(rows: dict[tuple[str, str], Row]) -> None:
         print("loss                  bias  cosine   size   noise   zero  ascends")
         for name in LOSSES:
             print(format_row(name, rows[condition, name]))
-        print("self-distillation                 bias  cosine  descends")
-        for name in DISTILLATIONS:
-            row = rows[condition, name]
-            print(f"{name:29}{row.bias:9.3f}{row.cosine:+8.3f}  {row.descends}")
         if (condition, "GRPO") in rows:
             print(f"recipe (groups of {GROUP})")
             for name in RECIPES:
                 print(format_row(name, rows[condition, name]))
 
 
+def print_medians(worlds: int) -> None:
+    """Print the median of bias, cosine, and noise in units of |grad E[R]|, of each policy loss and condition."""
+    print(f"{'':19}" + "".join(f"{condition:>18}" for condition in CONDITIONS))
+    for name in LOSSES:
+        cells = []
+        for condition in CONDITIONS:
+            rows = []
+            for seed in range(worlds):
+                world = World(max_length=4, seed=seed)
+                rows.append(loss_row(name, world, policies_of(world, condition, seed=100 + seed)))
+            bias, cosine = median(row.bias for row in rows), median(row.cosine for row in rows)
+            cells.append(f"{bias:7.2f}{cosine:+6.2f}{median(row.noise * row.size for row in rows):5.1f}")
+        print(f"{name:19}{''.join(cells)}", flush=True)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--worlds", type=int, help="print medians over so many worlds instead of the table of one")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    print_table(table())
+    if args.worlds is not None:
+        print_medians(max(1, args.worlds))
+    else:
+        print_table(table())
 
 
 if __name__ == "__main__":

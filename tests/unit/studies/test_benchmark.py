@@ -1,97 +1,10 @@
-"""studies/benchmark.py: its numbers, its floors, and that it notices a layout that computes something else."""
+"""studies/benchmark.py: runs of two checkouts in turns, and the names of machines."""
 
 from __future__ import annotations
-
-import json
 
 import benchmark
 import pytest
 import torch
-
-
-def small(tiny, out, **changes) -> benchmark.Args:
-    """Arguments of a benchmark of the tiny model."""
-    values = {
-        "model_name_or_path": str(tiny),
-        "dtype": "float32",
-        "num_unique_prompts_rollout": 2,
-        "num_samples_per_prompt_rollout": 4,
-        "max_response_length": 16,
-        "repeats": 2,
-        "json": str(out / "numbers.json"),
-    }
-    return benchmark.Args(**values | changes)
-
-
-@pytest.fixture
-def quick_rates(monkeypatch):
-    """Smaller matrices and copies; the rates are measured all the same."""
-    monkeypatch.setattr(benchmark, "PRODUCT_SIZE", {"cpu": 128, "cuda": 128})
-    monkeypatch.setattr(benchmark, "COPY_BYTES", 10**6)
-
-
-def test_a_step_is_timed_next_to_its_floors(tiny, tmp_path, quick_rates, capsys):
-    """Both layouts, the optimizer, what is done outside the model, and the floors are measured and written."""
-    benchmark.main(small(tiny, tmp_path))
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
-    seconds = numbers["seconds"]
-    assert set(seconds) == {"shared", "padded", "optimizer", "bookkeeping"}
-    assert all(value > 0 for values in seconds.values() for value in values)
-    assert len(seconds["padded"]) == len(seconds["shared"]) == 2
-    assert all(numbers["floor_seconds"][phase] > 0 for phase in ("shared", "padded", "optimizer"))
-    assert 0 < numbers["gradient_error"] < benchmark.LIMIT["float32"]
-    assert 8 <= numbers["response_tokens"] <= 8 * 16
-    assert "same result      yes" in capsys.readouterr().out
-
-
-def test_a_layout_that_computes_something_else_is_noticed(tiny, tmp_path, quick_rates, capsys, monkeypatch):
-    """Shared rows without their subtrees, so that responses see each other: exit code 1."""
-    make = benchmark.batching.micro_batches
-
-    def unmasked(*args, **options):
-        batches = list(make(*args, **options))
-        if options["layout"] == "shared":
-            for batch in batches:
-                batch.ends.fill_(batch.ends.shape[1])
-        return batches
-
-    monkeypatch.setattr(benchmark.batching, "micro_batches", unmasked)
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main(small(tiny, tmp_path, repeats=1))
-    assert ended.value.code == 1
-    assert "same result      NO" in capsys.readouterr().out
-
-
-def test_flops_of_a_forward_pass_are_those_that_torch_counts(tiny_model):
-    """torch counts the attention of all n^2 pairs of tokens, the formula the half that causal tokens see."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    n = 40
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tiny_model(input_ids=torch.arange(n)[None])
-    config = tiny_model.config
-    unseen = 2 * config.num_hidden_layers * config.hidden_size * n**2
-    found = benchmark.forward_flops(tiny_model, [n], [], n)
-    assert found + unseen == pytest.approx(counter.get_total_flops(), rel=1e-3)
-    split = benchmark.forward_flops(tiny_model, [30], [(30, 10)], n)
-    assert split == found, "a prompt and its continuation cost what the whole row costs"
-
-
-@pytest.mark.parametrize(
-    ("changes", "flag"),
-    [
-        ({"repeats": 0}, "--repeats 0"),
-        ({"json": "nowhere/numbers.json"}, "--json nowhere/numbers.json"),
-        ({"num_samples_per_prompt_rollout": 1}, "--num_samples_per_prompt_rollout 1"),
-        ({"micro_batch_tokens": 10}, "--micro_batch_tokens 10"),
-    ],
-)
-def test_bad_arguments_are_refused(tiny, tmp_path, capsys, changes, flag):
-    with pytest.raises(SystemExit) as ended:
-        benchmark.main(small(tiny, tmp_path, **changes))
-    assert ended.value.code == 2
-    assert flag in capsys.readouterr().err
-
 
 RUN = """
 import json, sys
@@ -113,12 +26,12 @@ def test_runs_of_two_checkouts_are_timed_in_turns(tmp_path, monkeypatch, capsys)
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "script.py").write_text(RUN)
     monkeypatch.setattr(benchmark, "ROOT", tmp_path / "here")
-    benchmark.main_run(["--against", str(tmp_path / "there"), "script.py", "--seed", "1"])
+    benchmark.main(["--against", str(tmp_path / "there"), "script.py", "--seed", "1"])
     said = capsys.readouterr().out
     assert said.index(f"{tmp_path}/here") < said.index(f"{tmp_path}/there")
     assert said.count("generate         0.02") == said.count("step             0.04") == 2
     with pytest.raises(SystemExit):
-        benchmark.main_run(["script.py", "--fail"])
+        benchmark.main(["script.py", "--fail"])
     assert "what failed" in capsys.readouterr().err
 
 
