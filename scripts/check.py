@@ -69,18 +69,23 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="NAME",
         help="check FRAMEWORK:NAME, or print the table of all losses of a FRAMEWORK, or check file.py:function",
     )
-    parser.add_argument("--like", metavar="FRAMEWORK", help="the framework for which the function of --loss is written")
+    parser.add_argument(
+        "--advantages",
+        metavar="NAME",
+        help="check the advantage estimator FRAMEWORK:NAME, all of a FRAMEWORK, or file.py:function of rewards [P, G]",
+    )
+    parser.add_argument("--like", metavar="FRAMEWORK", help="the framework for which your function is written")
     parser.add_argument("--source", type=Path, metavar="DIR", help="a clone or an unpacked wheel of the framework")
     options, rest = parser.parse_known_args(words)
-    if (options.script is None) == (options.loss is None):
-        parser.error("pass a copy of a script, such as mine.py, or --loss")
+    if sum(given is not None for given in (options.script, options.loss, options.advantages)) != 1:
+        parser.error("pass a copy of a script, such as mine.py, or --loss, or --advantages")
     return options, rest
 
 
 if __name__ == "__main__":  # --help comes before the slow imports
     chosen, flags_of_script = parse(sys.argv[1:])
     process.prepare_environment("float32")
-    if chosen.loss is not None:
+    if chosen.script is None:
         import check_any_loss
 
         raise SystemExit(check_any_loss.main(chosen))

@@ -16,8 +16,10 @@ from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 
+import check_functions
 import check_loss
 import check_numbers
+import framework_losses
 import frameworks
 import torch
 from check_subject import FAIL, NOTE, OK, Finding, Report, Subject, judge
@@ -219,12 +221,15 @@ def check_batch(subject: LossSubject) -> list[Finding]:
     changed["logprobs"] = torch.where(mask > 0, step.logprobs, -3.0)
     second = view.gradient(left_out._replace(**changed), everything)
     cases["masked tokens"] = (second * mask, first * mask)
+    absent = {name: torch.where(mask > 0, getattr(step, name), torch.nan) for name in Micro._fields[1:3]}
+    cases["NaN behind the mask"] = (view.gradient(left_out._replace(**absent), everything) * mask, first * mask)
     cases["their gradient"] = (first * mask, first)
     findings = []
     for name, (found, wanted) in cases.items():
         apart = difference(found, wanted)
         text = f"the gradient depends on it: it differs by {apart:.2g}"
-        findings.append(judge(2, name, apart < SAME, "the gradient is equal", text, subject.where))
+        state = NOTE if name.startswith("NaN") else FAIL  # few losses bear it
+        findings.append(judge(2, name, apart < SAME, "the gradient is equal", text, subject.where, state))
     if subject.adapter.weights:
         double = view.gradient(step._replace(weights=2 * step.weights), everything)
         used = difference(double, whole) > SAME
@@ -246,28 +251,29 @@ def check_kl(subject: LossSubject) -> list[Finding]:
     for name in subject.adapter.estimators:
         known = kl_estimators.canonical_name(name)
         rows = {}
-        for condition in ("fresh", "stale"):
-            setting = ("loss", name, condition)
-            try:
-                ours = kl_estimators.table_row(subject.script, *setting)
-            except Exception as error:
-                rows = {}
-                text = f"could not be called: {type(error).__name__}: {error}"
-                findings.append(Finding(1, f"KL {name}", NOTE, text))
-                break
-            rows[condition] = (ours, kl_estimators.table_row(grpo, "loss", known, condition))
-        if not rows:
+        try:
+            for condition in ("fresh", "stale"):
+                ours = kl_estimators.table_row(subject.script, "loss", name, condition)
+                rows[condition] = (ours, kl_estimators.table_row(grpo, "loss", known, condition))
+        except Exception as error:
+            text = f"could not be called: {type(error).__name__}: {error}"
+            findings.append(Finding(1, f"KL {name}", NOTE, text))
             continue
-        text = "; ".join(f"{condition}: descends {ours.meaning()}" for condition, (ours, _) in rows.items())
-        right = all(x.label == y.label and abs(x.cosine - y.cosine) < SAME for x, y in rows.values())
-        better = all(x.label == kl_estimators.REVERSE for x, _ in rows.values())
-        state = OK if better else NOTE
-        if not right and not better:
-            meanings = dict.fromkeys(y.meaning() for _, y in rows.values())
-            text += f". In grpo.py {known} descends {' and '.join(meanings)}"
-            state = FAIL if rows["fresh"][0].cosine < 0 else NOTE
-        findings.append(Finding(1, f"KL {name}", state, text, subject.where if state == FAIL else ""))
+        right = {condition: is_same_kl(*pair) for condition, pair in rows.items()}
+        meanings = []
+        for condition, (ours, theirs) in rows.items():
+            meanings.append(f"{condition}: descends {(theirs if right[condition] else ours).meaning()}")
+            if not right[condition]:
+                meanings[-1] += f", {known} of grpo.py {theirs.meaning()}"
+        exact = all(ours.label == kl_estimators.REVERSE for ours, _ in rows.values())
+        state = OK if exact or all(right.values()) else NOTE if right["fresh"] else FAIL
+        findings.append(Finding(1, f"KL {name}", state, "; ".join(meanings), subject.where if state != OK else ""))
     return findings
+
+
+def is_same_kl(ours: kl_estimators.TableRow, theirs: kl_estimators.TableRow) -> bool:
+    """Return True for one direction; a mean with an eps below it has no exact size, and so no name."""
+    return abs(ours.cosine - theirs.cosine) < SAME and ours.label in (theirs.label, kl_estimators.NONE)
 
 
 def check_edges(subject: LossSubject) -> list[Finding]:
@@ -288,12 +294,16 @@ PARTS: dict[int, tuple[Callable, ...]] = {
 # ------------------------------------------------------------------------------------------------- finding a loss
 
 
-def losses_of(framework: str, source: Path | None, own: Callable | None = None) -> dict[str, Loss]:
-    """Return the losses of a framework, from a folder of its source or as it is installed."""
+def loader_of(framework: str, source: Path | None) -> Callable:
+    """Return what loads a framework's modules, from a folder of its source or as they are installed."""
     adapter = ADAPTERS[framework]
     folders = tuple(source / name for name in adapter.folders if (source / name).is_dir()) if source else ()
-    load = partial(frameworks.load, folders=folders, asked=adapter.asked, hidden=adapter.hidden)
-    return adapter.losses(load, own)
+    return partial(frameworks.load, folders=folders, asked=adapter.asked, hidden=adapter.hidden)
+
+
+def losses_of(framework: str, source: Path | None, own: Callable | None = None) -> dict[str, Loss]:
+    """Return the losses of a framework, or the user's own as the framework calls it."""
+    return ADAPTERS[framework].losses(loader_of(framework, source), own)
 
 
 def table_line(name: str, loss: Loss, adapter: Adapter) -> str:
@@ -322,26 +332,29 @@ def own_function(place: str) -> Callable:
     try:
         return attrgetter(name)(user_files.load(path))
     except (OSError, AttributeError, ImportError) as error:
-        process.refuse(f"--loss {place}: {error}; pass file.py:function")
+        process.refuse(f"{place}: {error}; pass file.py:function")
 
 
-def find_losses(options: argparse.Namespace) -> tuple[Adapter, dict[str, Loss], str, Callable | None]:
-    """Return the adapter, the losses that were asked for, and the framework. Exits with code 2 where there is none."""
-    place, _, name = options.loss.partition(":")
-    is_own = place.endswith(".py")
-    framework = options.like or "plain" if is_own else place
-    if framework not in ADAPTERS:
-        process.refuse(f"{framework} is not a framework with an adapter; known are {', '.join(ADAPTERS)}")
+def framework_of(options: argparse.Namespace, known: dict) -> str:
+    """Return the framework that is asked for. Exits with code 2 if it has no adapter."""
+    place = (options.loss or options.advantages).partition(":")[0]
+    framework = (options.like or "plain") if place.endswith(".py") else place
+    if framework not in known:
+        process.refuse(f"{framework} is not a framework with an adapter; known are {', '.join(known)}")
+    return framework
+
+
+def found_in(framework: str, name: str, find: Callable[[], dict]) -> dict:
+    """Return what is found in a framework, of one name or all. Exits with code 2 where it or the name is absent."""
     try:
-        losses = losses_of(framework, options.source)  # first, as a file of one's own imports the framework
-        own = own_function(options.loss) if is_own else None
-        losses = losses_of(framework, options.source, own) if is_own else losses
+        found = find()
     except ImportError as error:
-        wrong = f"{framework} cannot be imported ({error})"
-        process.refuse(f"{wrong}; install it, or pass --source DIR, a clone or an unpacked wheel")
-    if name and not is_own and name not in losses:
-        process.refuse(f"{framework} has no loss {name}; it has {', '.join(losses) or 'none that can be called here'}")
-    return ADAPTERS[framework], losses if is_own or not name else {name: losses[name]}, framework, own
+        process.refuse(
+            f"{framework} cannot be imported ({error}); install it, or pass --source DIR, a clone or an unpacked wheel"
+        )
+    if name and name not in found:
+        process.refuse(f"{framework} has no {name}; it has {', '.join(found) or 'none that can be called here'}")
+    return {name: found[name]} if name else found
 
 
 def print_table(framework: str, adapter: Adapter, losses: dict[str, Loss]) -> int:
@@ -359,13 +372,32 @@ def print_table(framework: str, adapter: Adapter, losses: dict[str, Loss]) -> in
     return 0
 
 
-def main(options: argparse.Namespace) -> int:
-    """Print the report on a loss, or the table of a framework's; the exit code."""
-    torch.set_num_threads(1)
+def check_one(options: argparse.Namespace, title: str, subject: Subject, parts: dict) -> int:
+    """Print the report on a loss or on advantages; the exit code."""
     began = time.monotonic()
-    adapter, losses, framework, own = find_losses(options)
-    if own is None and ":" not in options.loss:
+    report = Report(subject, options.brief)
+    print(f"{title}, compared with {subject.base_name}", flush=True)
+    for part in [part for part in parts if part in options.parts]:
+        for check in parts[part]:
+            report.run(part, partial(check, subject), subject.place(""))
+        report.print_part(part)
+    return report.finish(time.monotonic() - began, options.json)
+
+
+def check_losses(options: argparse.Namespace) -> int:
+    """Check one loss, or print the table of a framework's."""
+    framework = framework_of(options, ADAPTERS)
+    adapter = ADAPTERS[framework]
+    place, _, name = options.loss.partition(":")
+    losses = found_in(framework, "", lambda: losses_of(framework, options.source))
+    own = None
+    if place.endswith(".py"):  # it may import the framework, which is loaded now
+        own = own_function(options.loss)
+        losses = losses_of(framework, options.source, own)
+    elif not name:
         return print_table(framework, adapter, losses)
+    else:
+        losses = found_in(framework, name, lambda: losses)
     (loss,) = losses.values()
     where = f"{options.loss} line {own.__code__.co_firstlineno}" if own else options.loss
     title = f"{Path(options.loss).name} as {framework} calls it" if own else options.loss
@@ -373,10 +405,68 @@ def main(options: argparse.Namespace) -> int:
         subject = subject_of(title, loss, adapter, where)
     except Exception as error:
         process.refuse(f"--loss {options.loss}: {type(error).__name__}: {error}; {framework} calls {adapter.form}")
-    report = Report(subject, options.brief)
-    print(f"{title}, compared with the losses of docs/maintainers/losses.md", flush=True)
-    for part in [part for part in PARTS if part in options.parts]:
-        for check in PARTS[part]:
-            report.run(part, partial(check, subject), where)
-        report.print_part(part)
-    return report.finish(time.monotonic() - began, options.json)
+    return check_one(options, title, subject, PARTS)
+
+
+# --------------------------------------------------------------------------------------------------------- advantages
+
+CLAIMS = {"grpo": "standard", "rloo": "leave_one_out"}  # what the name of an estimator says
+OF_ADVANTAGES = {
+    1: (check_loss.check_groups,),
+    2: (check_functions.check_advantages,),
+    3: (check_numbers.check_group_edges,),
+}
+
+
+def subject_of_advantages(title: str, name: str, advantages: Callable[[Tensor], Tensor]) -> Subject:
+    """Return the subject of an advantage estimator, in the place of grpo.py's."""
+    names = ("Tokens", "token_loss", "loss_weights")
+    script = SimpleNamespace(__file__=title, **{key: getattr(grpo, key) for key in names})
+    script.group_advantages = lambda rewards_PG, kind, eps=0.0: advantages(rewards_PG)
+    kind = next((kind for word, kind in CLAIMS.items() if word in name), "")
+    rewards_PG = torch.randint(0, 5, (6, 8), generator=torch.Generator().manual_seed(0)).double() / 4
+    for other in check_functions.KINDS:
+        if check_functions.apart(advantages(rewards_PG), grpo.group_advantages(rewards_PG, other, 1e-6)) < SAME:
+            kind = other
+    args = grpo.Args(loss_norm="constant", advantage_normalization_type=kind or "centered")
+    subject = AdvantageSubject(script, args, grpo, args, frozenset())
+    if not kind:  # it may compare responses with those of other groups
+        subject.args = dataclasses.replace(args, advantage_normalization_type="unknown")
+        subject.tolerance = float("inf")
+    return subject
+
+
+class AdvantageSubject(Subject):
+    """An advantage estimator of a framework, next to that of grpo.py with its kind."""
+
+    tolerance = 1e-3
+
+    def place(self, function: str, phase: str = "") -> str:
+        return self.name
+
+
+def check_all_advantages(options: argparse.Namespace) -> int:
+    """Check the advantage estimator, or all of a framework."""
+    place, _, name = options.advantages.partition(":")
+    if place.endswith(".py"):
+        own = own_function(options.advantages)
+        call = own if options.like is None else partial(framework_losses.of_groups, own)
+        return check_one(options, options.advantages, subject_of_advantages(place, name, call), OF_ADVANTAGES)
+    framework = framework_of(options, framework_losses.ADVANTAGES)
+    load = loader_of(framework, options.source)
+    found = found_in(framework, name, lambda: framework_losses.ADVANTAGES[framework](load))
+    codes = []
+    for key, advantages in found.items():
+        try:
+            subject = subject_of_advantages(f"{framework}:{key}", key, advantages)
+        except Exception as error:
+            print(f"{framework}:{key} not called: {type(error).__name__}: {str(error).splitlines()[0]}\n")
+            continue
+        codes.append(check_one(options, f"{framework}:{key}", subject, OF_ADVANTAGES))
+    return max(codes, default=0)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the report on a loss or an advantage estimator, or the table of a framework's; the exit code."""
+    torch.set_num_threads(1)
+    return check_losses(options) if options.loss else check_all_advantages(options)

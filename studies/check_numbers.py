@@ -140,6 +140,7 @@ def check_group_edges(subject: Subject) -> list[Finding]:
     found_PG = subject.script.group_advantages(rewards_PG, kind, eps)
     base_PG = subject.base.group_advantages(rewards_PG, kind, eps)
     worst, usual = found_PG[:-1].abs().amax().item(), base_PG[:-1].abs().amax().item()
-    good = f"advantages of groups of equal rewards are at most {usual:.3g}"
+    good = f"advantages of groups of equal rewards are at most {max(usual, subject.tolerance):.3g}"
     text = f"a group of equal rewards has advantages of up to {worst:.3g}; {subject.base_name}: {usual:.3g}"
-    return [judge(3, "equal rewards", worst <= usual and bool(found_PG.isfinite().all()), good, text, where)]
+    right = worst <= max(usual, subject.tolerance) and bool(found_PG.isfinite().all())
+    return [judge(3, "equal rewards", right, good, text, where)]

@@ -74,6 +74,7 @@ class Subject:
     base_args: Any
     flags_given: frozenset[str]
     conditions: tuple[str, ...] = tuple(CONDITIONS)  # those of studies/enumeration.py that it meets
+    tolerance = 0.0  # of advantages in a group of equal rewards
     takes_old = True  # whether the loss is given old log-probs besides the sampler's
 
     @property

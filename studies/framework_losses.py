@@ -15,6 +15,7 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +70,14 @@ def fit(function: Callable, **known: Any) -> Any:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
         return function(**known)
     return function(**{name: value for name, value in known.items() if name in taken})
+
+
+def either(load: Callable[[str], ModuleType], name: str, earlier: str) -> ModuleType:
+    """Return a module by its name, or by that of earlier versions."""
+    try:
+        return load(name)
+    except ImportError:
+        return load(earlier)
 
 
 def scalar_of(result: Any) -> Tensor:
@@ -250,7 +259,7 @@ for kind, bounds in {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask-tis": (0
 
 def nemo(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
     """ClippedPGLossFn with each of NEMO_LOSSES, or another LossFunction of log-probs."""
-    module = load("nemo_rl.algorithms.loss.loss_functions")
+    module = either(load, "nemo_rl.algorithms.loss.loss_functions", "nemo_rl.algorithms.loss_functions")
 
     def call(settings: dict | None, m: Micro) -> Tensor:
         function = own
@@ -279,7 +288,7 @@ def nemo(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, L
 
 def skyrl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
     """Losses of PolicyLossRegistry: (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)."""
-    module = load("skyrl.backends.skyrl_train.utils.ppo_utils")
+    module = either(load, "skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl_train.utils.ppo_utils")
     registered = {name: module.PolicyLossRegistry.get(name) for name in module.PolicyLossRegistry.list_available()}
 
     def call(name: str, m: Micro) -> Tensor:
@@ -392,7 +401,7 @@ def plain(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, 
     """Functions of logprobs and any of old, sampler, ref, advantages, mask: a loss per token, [B, T], or a scalar."""
 
     def call(function: Callable, m: Micro) -> Tensor:
-        result = scalar_of(fit(function, **{name: getattr(m, name) for name in Micro._fields[:7]}))
+        result = scalar_of(fit(function, **m._asdict()))
         if result.ndim == 0:
             return result * len(m.rows) / m.sequences * m.ranks
         return (result * m.mask).sum() / m.tokens * m.ranks
@@ -400,6 +409,36 @@ def plain(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, 
     return named({}, own, call)
 
 
+# ---------------------------------------------------------------------------------------------------------- advantages
+
+
+Advantages = Callable[[Tensor], Tensor]  # of the rewards of groups, [P, G]
+
+
+def of_groups(function: Callable, rewards_PG: Tensor) -> Tensor:
+    """Call an advantage estimator in verl's form, on responses of one token."""
+    prompts, group = rewards_PG.shape
+    rewards = rewards_PG.reshape(-1, 1).clone()
+    known = {"token_level_rewards": rewards, "response_mask": torch.ones_like(rewards), "gamma": 1.0, "lambd": 1.0}
+    known |= {"eos_mask": torch.ones_like(rewards), "index": np.arange(prompts).repeat(group)}
+    config = SimpleNamespace(gamma=1.0, lam=1.0, get=lambda name, default=None: default)
+    return scalar_of(fit(function, **known, config=config)).reshape(prompts, group)
+
+
+def verl_advantages(load: Callable[[str], ModuleType]) -> dict[str, Advantages]:
+    """Estimators of ``register_adv_est`` that need rewards alone."""
+    registered = load("verl.trainer.ppo.core_algos").ADV_ESTIMATOR_REGISTRY
+    return {name: partial(of_groups, function) for name, function in registered.items()}
+
+
+def skyrl_advantages(load: Callable[[str], ModuleType]) -> dict[str, Advantages]:
+    """Estimators of AdvantageEstimatorRegistry that need rewards alone."""
+    module = either(load, "skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl_train.utils.ppo_utils")
+    registry = module.AdvantageEstimatorRegistry
+    return {str(name): partial(of_groups, registry.get(name)) for name in registry.list_available()}
+
+
+ADVANTAGES = {"verl": verl_advantages, "skyrl": skyrl_advantages}
 ADAPTERS = {
     "verl": Adapter(
         verl,
@@ -426,14 +465,14 @@ ADAPTERS = {
     ),
     "nemo": Adapter(
         nemo,
-        asked=("nemo_rl.algorithms.loss", "nemo_rl.algorithms.utils"),
+        asked=("nemo_rl.algorithms.loss", "nemo_rl.algorithms.loss_functions", "nemo_rl.algorithms.utils"),
         estimators=("k1", "k2", "k3"),
         form="f(next_token_logprobs, data, global_valid_seqs, global_valid_toks)",
     ),
     "skyrl": Adapter(
         skyrl,
         folders=(".", "skyrl-train"),
-        asked=("skyrl.backends.skyrl_train.utils", "skyrl.train.config"),
+        asked=("skyrl.backends.skyrl_train.utils", "skyrl.train.config", "skyrl_train.utils", "skyrl_train.config"),
         estimators=("k1", "k2", "k3", "abs"),
         form="f(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)",
     ),
