@@ -47,7 +47,12 @@ MEANING = {
 
 def pad(values_T: Tensor, sizes: Sequence[int], columns: int) -> Tensor:
     """Return rows [B, columns] of the tokens of responses of these sizes, with zeros behind them."""
-    rows = [torch.nn.functional.pad(row, (0, columns - len(row))) for row in values_T.split(list(sizes))]
+    rows = [
+        torch.nn.functional.pad(row, (0, columns - len(row)))
+        for row in values_T.split(
+            list(sizes),
+        )
+    ]
     return torch.stack(rows)
 
 
@@ -87,23 +92,45 @@ class LossView:
                 return name, share[0].abs().item()
         return "", weights_T[used].abs().mean().item() if used.any() else 1.0
 
-    def small_step(self, cuts: Sequence[Sequence[int]] = (range(len(SIZES)),), **changes) -> tuple[Tensor, Tensor]:
+    def small_step(self) -> tuple[Tensor, Tensor]:
         """Return minus the gradient of a step on fresh samples, [B, T], for advantages of 1, and the mask."""
         old_T = torch.linspace(-3, -0.1, sum(SIZES), dtype=F64)
         known = dict.fromkeys(("logprobs_T", "old_T", "ref_T", "sampler_T"), old_T)
-        step = self.step(SIZES, known | {"advantages_T": torch.ones_like(old_T)}, **changes)
-        return -self.gradient(step, cuts), step.mask
+        step = self.step(SIZES, known | {"advantages_T": torch.ones_like(old_T)})
+        return -self.gradient(step, [range(len(SIZES))]), step.mask
 
-    def step(self, sizes: Sequence[int], known: dict[str, Tensor], columns: int = 0, **more) -> Micro:
+    def step(
+        self,
+        sizes: Sequence[int],
+        known: dict[str, Tensor],
+        columns: int = 0,
+        **more,
+    ) -> Micro:
         """Return all rows of a step."""
         columns = columns or max(sizes)
-        rows = {name.removesuffix("_T"): pad(known[name], sizes, columns) for name in self.fields[:5]}
+        rows = {
+            name.removesuffix(
+                "_T",
+            ): pad(known[name], sizes, columns)
+            for name in self.fields[:5]
+        }
         ones = torch.ones_like(known["old_T"])
         mask = pad(ones, sizes, columns)
-        micro = Micro(**rows, mask=mask, weights=mask.clone(), rows=torch.arange(len(sizes)), step_mask=mask)
+        micro = Micro(
+            **rows,
+            mask=mask,
+            weights=mask.clone(),
+            rows=torch.arange(len(sizes)),
+            step_mask=mask,
+        )
         return micro._replace(**more)
 
-    def gradient(self, step: Micro, cuts: Sequence[Sequence[int]], ranks: int = 1) -> Tensor:
+    def gradient(
+        self,
+        step: Micro,
+        cuts: Sequence[Sequence[int]],
+        ranks: int = 1,
+    ) -> Tensor:
         """Return the gradient of a step, [R, T], that is cut into these rows, which are dealt to ranks."""
         leaf = step.logprobs.detach().clone().requires_grad_()
         total = 0.0
@@ -111,12 +138,23 @@ class LossView:
             own = torch.tensor(list(rows))
             parts = {name: getattr(step, name)[own] for name in Micro._fields[:7]}
             parts |= {"logprobs": leaf[own], "rows": own}
-            total = total + self.loss(step._replace(**parts, micro_batches=len(cuts) // ranks, ranks=ranks)) / ranks
+            total = (
+                total
+                + self.loss(
+                    step._replace(**parts, micro_batches=len(cuts) // ranks, ranks=ranks),
+                )
+                / ranks
+            )
         return torch.autograd.grad(total, leaf, allow_unused=True, materialize_grads=True)[0]
 
     def counts(self, sizes: Tensor) -> float:
         """Return what undoes the division by counts of the batch."""
-        divisors = {TOKEN: int(sizes.sum()), SUM: 1, "": 1, CONSTANT: len(sizes) * int(sizes.max())}
+        divisors = {
+            TOKEN: int(sizes.sum()),
+            SUM: 1,
+            "": 1,
+            CONSTANT: len(sizes) * int(sizes.max()),
+        }
         return divisors.get(self.mean, len(sizes)) / self.factor
 
     def token_loss(self, tokens, beta: float, args) -> tuple[Tensor, dict]:
@@ -128,12 +166,21 @@ class LossView:
         if self.apart:
             slopes_T = torch.zeros_like(value_T)
             for t in range(len(value_T)):
-                one = self.step((1,), {name: value[t : t + 1] for name, value in known.items()}, **more)
+                one = self.step(
+                    (1,),
+                    {name: value[t : t + 1] for name, value in known.items()},
+                    **more,
+                )
                 value_T[t] = self.loss(one).detach()
                 slopes_T[t] = self.gradient(one, [[0]])[0, 0]
         else:
             step = self.step(sizes.tolist(), known, **more)
-            slopes_T = self.gradient(step, [range(len(sizes))])[step.mask > 0] * self.counts(sizes)
+            slopes_T = self.gradient(
+                step,
+                [range(len(sizes))],
+            )[step.mask > 0] * self.counts(
+                sizes,
+            )
         moved_T = known["logprobs_T"] - known["logprobs_T"].detach()
         return value_T + slopes_T.to(moved_T.dtype) * moved_T, {}
 
@@ -164,21 +211,17 @@ class LossSubject(Subject):
 def subject_of(name: str, loss: Loss, adapter: Adapter, where: str = "") -> LossSubject:
     """Return the subject of a loss."""
     base = SimpleNamespace(Tokens=grpo.Tokens, token_loss=grpo.token_loss, __file__=grpo.__file__)
-    subject = LossSubject(LossView(name, loss), grpo.Args(), base, grpo.Args(), frozenset())
+    subject = LossSubject(
+        LossView(name, loss),
+        grpo.Args(),
+        base,
+        grpo.Args(),
+        frozenset(),
+    )
     subject.where = where
     subject.takes_old = adapter.old
     subject.adapter = adapter
     return subject
-
-
-# ------------------------------------------------------------------------------------------------------ what it checks
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """Relative difference of two gradients; infinite where they are not finite."""
-    if not (a.isfinite().all() and b.isfinite().all()):
-        return float("inf")
-    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
 
 
 def random_step(view: LossView, columns: int = 0) -> Micro:
@@ -202,7 +245,9 @@ def check_batch(subject: LossSubject) -> list[Finding]:
     short = (0, 2, 4)  # these have fewer tokens than the others
     long = (1, 3, 5)
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    turned = step._replace(**{name: getattr(step, name)[order] for name in Micro._fields[:7]})
+    turned = step._replace(
+        **{name: getattr(step, name)[order] for name in Micro._fields[:7]},
+    )
     turned = turned._replace(step_mask=turned.mask)
     columns = step.mask.shape[1]
     wide = random_step(view, columns + 3)
@@ -226,13 +271,13 @@ def check_batch(subject: LossSubject) -> list[Finding]:
     cases["their gradient"] = (first * mask, first)
     findings = []
     for name, (found, wanted) in cases.items():
-        apart = difference(found, wanted)
+        apart = check_functions.apart(found, wanted)
         text = f"the gradient depends on it: it differs by {apart:.2g}"
         state = NOTE if name.startswith("NaN") else FAIL  # few losses bear it
         findings.append(judge(2, name, apart < SAME, "the gradient is equal", text, subject.where, state))
     if subject.adapter.weights:
         double = view.gradient(step._replace(weights=2 * step.weights), everything)
-        used = difference(double, whole) > SAME
+        used = check_functions.apart(double, whole) > SAME
         findings.append(judge(2, "weights", used, "the gradient uses them", "they have no effect", subject.where, NOTE))
     return findings
 
@@ -291,9 +336,6 @@ PARTS: dict[int, tuple[Callable, ...]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- finding a loss
-
-
 def loader_of(framework: str, source: Path | None) -> Callable:
     """Return what loads a framework's modules, from a folder of its source or as they are installed."""
     adapter = ADAPTERS[framework]
@@ -301,7 +343,12 @@ def loader_of(framework: str, source: Path | None) -> Callable:
     return partial(frameworks.load, folders=folders, asked=adapter.asked, hidden=adapter.hidden)
 
 
-def losses_of(framework: str, source: Path | None, own: Callable | None = None) -> dict[str, Loss]:
+def losses_of(
+    framework: str, source: Path | None, own: Callable | None = None
+) -> dict[
+    str,
+    Loss,
+]:
     """Return the losses of a framework, or the user's own as the framework calls it."""
     return ADAPTERS[framework].losses(loader_of(framework, source), own)
 
@@ -349,9 +396,7 @@ def found_in(framework: str, name: str, find: Callable[[], dict]) -> dict:
     try:
         found = find()
     except ImportError as error:
-        process.refuse(
-            f"{framework} cannot be imported ({error}); install it, or pass --source DIR, a clone or an unpacked wheel"
-        )
+        process.refuse(f"{framework} cannot be imported ({error}); pass --source DIR, a clone or an unpacked wheel")
     if name and name not in found:
         process.refuse(f"{framework} has no {name}; it has {', '.join(found) or 'none that can be called here'}")
     return {name: found[name]} if name else found
@@ -404,11 +449,9 @@ def check_losses(options: argparse.Namespace) -> int:
     try:
         subject = subject_of(title, loss, adapter, where)
     except Exception as error:
-        process.refuse(f"--loss {options.loss}: {type(error).__name__}: {error}; {framework} calls {adapter.form}")
+        process.refuse(f"--loss {options.loss}: {type(error).__name__}: {error}, called as by {framework}")
     return check_one(options, title, subject, PARTS)
 
-
-# --------------------------------------------------------------------------------------------------------- advantages
 
 CLAIMS = {"grpo": "standard", "rloo": "leave_one_out"}  # what the name of an estimator says
 OF_ADVANTAGES = {

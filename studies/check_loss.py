@@ -119,7 +119,13 @@ def check_ascent(subject: Subject) -> list[Finding]:
     plain = named["PPO clip"]
     base = next(iter(named.values()))
     for condition, own in found.items():
-        rows = [summarize(x.updates, x.drawn, world, policies[condition], 1, x.zero) for x in (own, base[condition])]
+        rows = [
+            summarize(x.updates, x.drawn, world, policies[condition], 1, x.zero)
+            for x in (
+                own,
+                base[condition],
+            )
+        ]
         clip = summarize(
             *plain[condition][:2],
             world,

@@ -60,7 +60,6 @@ class Adapter(NamedTuple):
     estimators: tuple[str, ...] = ()  # of the KL that is added to the loss
     weights: bool = False  # whether the trainer passes weights
     old: bool = True  # whether the trainer passes old log-probs besides the sampler's
-    form: str = ""  # of a loss of one's own
     hidden: tuple[str, ...] = UNUSED
 
 
@@ -72,14 +71,6 @@ def fit(function: Callable, **known: Any) -> Any:
     return function(**{name: value for name, value in known.items() if name in taken})
 
 
-def either(load: Callable[[str], ModuleType], name: str, earlier: str) -> ModuleType:
-    """Return a module by its name, or by that of earlier versions."""
-    try:
-        return load(name)
-    except ImportError:
-        return load(earlier)
-
-
 def scalar_of(result: Any) -> Tensor:
     """Return the loss of what a loss function returns: itself, or the first of several values."""
     return result[0] if isinstance(result, tuple) else result
@@ -88,7 +79,13 @@ def scalar_of(result: Any) -> Tensor:
 def defaults_of(kind: type, **changes: Any) -> SimpleNamespace:
     """Return the default settings of a configuration class, without making one, and with these changes."""
     found = {}
-    for name in {name for base in reversed(kind.__mro__) for name in vars(base).get("__annotations__", {})}:
+    for name in {
+        name
+        for base in reversed(kind.__mro__)
+        for name in vars(
+            base,
+        ).get("__annotations__", {})
+    }:
         value = getattr(kind, name, None)
         field = getattr(kind, "__dataclass_fields__", {}).get(name)
         if field is not None and field.default_factory is not dataclasses.MISSING:
@@ -97,10 +94,12 @@ def defaults_of(kind: type, **changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**found | changes)
 
 
-# --------------------------------------------------------------------------------------------------------------- verl
-
-
-def verl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
+def verl(
+    load: Callable[[str], ModuleType], own: Callable | None
+) -> dict[
+    str,
+    Loss,
+]:
     """Losses of ``register_policy_loss``, with the ``loss_agg_mode`` that is a loss's own default."""
     core = load("verl.trainer.ppo.core_algos")
     registered = getattr(core, "POLICY_LOSS_REGISTRY", None)
@@ -122,22 +121,41 @@ def verl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, L
         known |= {"eos_mask": m.mask, "cliprange": 0.2}  # of older versions
         loss = scalar_of(fit(function, **known))
         if m.beta:
-            value = core.kl_penalty(m.logprobs, m.ref, m.estimator)
+            mean = {"loss_mask": m.mask, "loss_agg_mode": "token-mean"} | counts
             loss = loss + m.beta * fit(
-                core.agg_loss, loss_mat=value, loss_mask=m.mask, loss_agg_mode="token-mean", **counts
+                core.agg_loss,
+                loss_mat=core.kl_penalty(m.logprobs, m.ref, m.estimator),
+                **mean,
             )
         return loss if global_counts else loss * len(m.rows) / m.sequences * m.ranks
 
     return named(registered, own, call)
 
 
-def named(functions: dict[str, Callable], own: Callable | None, call: Callable[[Callable, Micro], Tensor]) -> dict:
+def named(
+    functions: dict[str, Callable],
+    own: Callable | None,
+    call: Callable[[Callable, Micro], Tensor],
+) -> dict:
     """Return the losses of these functions, or of the user's own, as functions of a Micro."""
     functions = functions if own is None else {own.__name__: own}
-    return {str(getattr(name, "value", name)): partial(call, function) for name, function in functions.items()}
+    return {
+        str(getattr(name, "value", name)): partial(
+            call,
+            function,
+        )
+        for name, function in functions.items()
+    }
 
 
-# ---------------------------------------------------------------------------------------------------------------- TRL
+def by_settings(
+    kinds: dict[str, dict],
+    own: Callable | None,
+    call: Callable[[dict | None, Micro], Tensor],
+) -> dict:
+    """Return the losses of these settings, or the user's own, which has none."""
+    kinds = kinds if own is None else {own.__name__: None}
+    return {name: partial(call, settings) for name, settings in kinds.items()}
 
 
 TRL_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
@@ -151,12 +169,11 @@ class Trainer:
         self.kind = kind
         self.micro = m
         self.model = SimpleNamespace(training=True)
-        same = SimpleNamespace(mean=lambda: m.mask.sum(), sum=lambda: m.mask.sum(), nanmean=lambda: m.mask.sum())
         self.accelerator = SimpleNamespace(
             num_processes=m.ranks,
             sync_gradients=True,
             gather=lambda value: value,
-            gather_for_metrics=lambda value: value if isinstance(value, Tensor) else same,
+            gather_for_metrics=lambda value: value,
             reduce=lambda value, reduction: value,
         )
         self.current_gradient_accumulation_steps = m.micro_batches
@@ -169,7 +186,8 @@ class Trainer:
     def __getattr__(self, name: str) -> Any:
         if name in vars(self.args):
             return getattr(self.args, name)
-        return partial(getattr(self.kind, name), self)
+        is_static = isinstance(inspect.getattr_static(self.kind, name), staticmethod)
+        return getattr(self.kind, name) if is_static else partial(getattr(self.kind, name), self)
 
     def _get_per_token_logps_and_entropies(self, *given, **named) -> tuple[Tensor, Tensor, None]:
         return self.micro.logprobs, torch.zeros_like(self.micro.logprobs), None
@@ -184,8 +202,8 @@ def trl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Lo
     config = load("trl.trainer.grpo_config").GRPOConfig
     function = own or trainer._compute_loss
 
-    def call(changes: dict, m: Micro) -> Tensor:
-        settings = defaults_of(config, **changes)
+    def call(changes: dict | None, m: Micro) -> Tensor:
+        settings = defaults_of(config, **changes or {})
         settings.steps_per_generation = m.micro_batches
         settings.max_completion_length = m.mask.shape[1]
         settings.beta = m.beta
@@ -197,18 +215,10 @@ def trl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Lo
         inputs |= {"sampling_per_token_logps": m.sampler, "num_items_in_batch": m.tokens}
         return function(Trainer(settings, m, trainer), None, inputs)
 
-    def averaged(changes: dict, m: Micro) -> Tensor:  # by accelerate, where the loss does not count micro-batches
-        return call(changes, m)
-
-    own_name = {own.__name__: {}} if own else {}
-    kinds = own_name or {name: {"loss_type": name} for name in TRL_LOSSES}
-    if not own_name:
-        kinds |= {"gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"}}
-        kinds |= {"two-sided": {"loss_type": "dapo", "delta": 3.0}}
-    return {name: partial(averaged, changes) for name, changes in kinds.items()}
-
-
-# ----------------------------------------------------------------------------------------------------------- prime-rl
+    kinds = {name: {"loss_type": name} for name in TRL_LOSSES}
+    kinds["gspo"] = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+    kinds["cispo"]["epsilon_high"] = 5.0  # which it advises for CISPO; its default is a bound of 0.2
+    return by_settings(kinds, own, call)
 
 
 def prime(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
@@ -222,10 +232,9 @@ def prime(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, 
         configs = load("prime_rl.configs.trainer")
         kind = configs.IPOLossConfig if function is getattr(module, "ipo_loss_fn", None) else configs.DefaultLossConfig
         settings = () if function is own else (defaults_of(kind),)
-        kept = [slice(int(size)) for size in m.mask.shape[1] * torch.ones(len(m.rows))]
         rows = {"trainer_logprobs": m.logprobs, "inference_logprobs": m.sampler, "advantages": m.advantages}
         rows |= {"loss_mask": m.mask.bool(), "rl_weights": m.weights}
-        known = {name: [row[part] for row, part in zip(value, kept, strict=True)] for name, value in rows.items()}
+        known = {name: list(value) for name, value in rows.items()}
         known |= {"rl_loss_fn": lambda inputs: function(inputs, *settings), "rl_scale": m.tokens}
         known |= {"loss_fn": lambda inputs: function(inputs, *settings), "loss_scale": m.tokens}
         known |= {"ce_scale": 1, "ref_kl_scale": 1}
@@ -233,9 +242,6 @@ def prime(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, 
         return m.ranks * scalar_of(fit(module.compute_loss, **known))
 
     return named(functions, own, call)
-
-
-# ------------------------------------------------------------------------------------------------------------ NeMo-RL
 
 
 NEMO_LOSSES = {
@@ -248,7 +254,11 @@ NEMO_LOSSES = {
     "on policy": {"force_on_policy_ratio": True},
     "importance sampling": {"use_importance_sampling_correction": True},
 }
-for kind, bounds in {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask-tis": (0.9, 1.1)}.items():
+for kind, bounds in {
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "seq-mask-tis": (0.9, 1.1),
+}.items():
     NEMO_LOSSES[kind] = {
         "use_importance_sampling_correction": True,
         "truncated_importance_sampling_type": kind,
@@ -259,53 +269,49 @@ for kind, bounds in {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "seq-mask-tis": (0
 
 def nemo(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
     """ClippedPGLossFn with each of NEMO_LOSSES, or another LossFunction of log-probs."""
-    module = either(load, "nemo_rl.algorithms.loss.loss_functions", "nemo_rl.algorithms.loss_functions")
+    module = load("nemo_rl.algorithms.loss.loss_functions")
 
     def call(settings: dict | None, m: Micro) -> Tensor:
         function = own
         if settings is not None:
             kl = {"reference_policy_kl_penalty": m.beta, "reference_policy_kl_type": m.estimator or "k3"}
             function = module.ClippedPGLossFn(module.ClippedPGLossConfig(**settings | kl))
-        shifted = {  # a column for the first token of the prompt, which is not predicted
-            "advantages": m.advantages,
-            "prev_logprobs": m.old,
-            "generation_logprobs": m.sampler,
-            "reference_policy_logprobs": m.ref,
-            "token_mask": m.mask,
-        }
-        data = {name: torch.nn.functional.pad(value, (1, 0)) for name, value in shifted.items()}
+        known = {"advantages": m.advantages, "prev_logprobs": m.old, "generation_logprobs": m.sampler}
+        known |= {"reference_policy_logprobs": m.ref, "token_mask": m.mask}
+        data = {
+            name: torch.nn.functional.pad(
+                value,
+                (1, 0),
+            )
+            for name, value in known.items()
+        }  # of the first token
         data["sample_mask"] = torch.ones(len(m.rows), dtype=m.mask.dtype)
         counts = {"global_valid_seqs": torch.tensor(float(m.sequences)), "global_valid_toks": m.tokens}
         return m.ranks * scalar_of(function(next_token_logprobs=m.logprobs, data=data, **counts))
 
-    if own is not None:
-        return {own.__name__: partial(call, None)}
-    return {name: partial(call, settings) for name, settings in NEMO_LOSSES.items()}
-
-
-# ------------------------------------------------------------------------------------------------------------- SkyRL
+    return by_settings(NEMO_LOSSES, own, call)
 
 
 def skyrl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
     """Losses of PolicyLossRegistry: (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)."""
-    module = either(load, "skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl_train.utils.ppo_utils")
+    module = load("skyrl.backends.skyrl_train.utils.ppo_utils")
     registered = {name: module.PolicyLossRegistry.get(name) for name in module.PolicyLossRegistry.list_available()}
 
     def call(name: str, m: Micro) -> Tensor:
         config = module.AlgorithmConfig(policy_loss_type=name, max_seq_len=m.mask.shape[1])
         share = module.apply_loss_reduction_to_advantages_minibatch(
-            torch.ones_like(m.step_mask), m.step_mask, config.loss_reduction, len(m.rows), m.mask.shape[1]
+            torch.ones_like(m.step_mask),
+            m.step_mask,
+            config.loss_reduction,
+            len(
+                m.rows,
+            ),
+            m.mask.shape[1],
         )
         function = own or registered[name]
+        more = {"config": config, "loss_mask": m.mask, "rollout_logprobs": m.sampler}
         loss = scalar_of(
-            function(
-                m.logprobs,
-                m.old,
-                m.advantages * share[m.rows],
-                config=config,
-                loss_mask=m.mask,
-                rollout_logprobs=m.sampler,
-            )
+            function(m.logprobs, m.old, m.advantages * share[m.rows], **more),
         )
         if m.beta:
             value = module.compute_approx_kl(m.logprobs, m.ref, m.mask, m.estimator)
@@ -315,16 +321,17 @@ def skyrl(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, 
     return {name: partial(call, name) for name in ([own.__name__] if own else registered)}
 
 
-# ----------------------------------------------------------------------------------------------------------- OpenRLHF
-
-
 OPENRLHF_LOSSES = {
     "ppo": {},
     "gspo": {"policy_loss_type": "gspo"},
     "dual clip": {"dual_clip": 3.0},
     "sequence mean": {"token_level_loss": False},
 }
-for kind, low, high in (("tis", 0.5, 5.0), ("icepop", 0.5, 5.0), ("seq-mask-tis", 0.999, 1.002)):
+for kind, low, high in (
+    ("tis", 0.5, 5.0),
+    ("icepop", 0.5, 5.0),
+    ("seq-mask-tis", 0.999, 1.002),
+):
     OPENRLHF_LOSSES[kind] = {
         "enable_vllm_is_correction": True,
         "vllm_is_truncated_threshold": [low, high],
@@ -343,12 +350,7 @@ def openrlhf(load: Callable[[str], ModuleType], own: Callable | None) -> dict[st
         known |= {"batch_num_tokens": m.tokens / m.micro_batches, "global_batch_size": m.sequences / m.micro_batches}
         return scalar_of(fit(function, **known)) / m.micro_batches  # DeepSpeed divides
 
-    if own is not None:
-        return {own.__name__: partial(call, None)}
-    return {name: partial(call, settings) for name, settings in OPENRLHF_LOSSES.items()}
-
-
-# ------------------------------------------------------------------------------------------------------ open-instruct
+    return by_settings(OPENRLHF_LOSSES, own, call)
 
 
 def open_instruct(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
@@ -363,25 +365,20 @@ def open_instruct(load: Callable[[str], ModuleType], own: Callable | None) -> di
         known = {"new_logprobs": m.logprobs, "ratio": (m.logprobs - m.old).exp(), "advantages": m.advantages}
         known |= {"ref_logprobs": m.ref if m.beta else None, "config": config, "rho_weights": m.weights}
         losses, _, kl = fit(own or module.compute_grpo_loss, **known)
-        return m.ranks * masked_mean(losses + m.beta * kl, m.mask.bool(), None, m.tokens)
+        return m.ranks * masked_mean(
+            losses + m.beta * kl,
+            m.mask.bool(),
+            None,
+            m.tokens,
+        )
 
     names = [own.__name__] if own else [kind.value for kind in module.GRPOLossType]
     return {name: partial(call, name) for name in names}
 
 
-# ------------------------------------------------------------------------------------------------- Tinker, a function
-
-
-class Given(NamedTuple):
-    """TensorData of Tinker."""
-
-    data: Tensor
-
-    def to_torch(self) -> Tensor:
-        return self.data
-
-    def tolist(self) -> list:
-        return self.data.tolist()
+def tensor_data(values: Tensor) -> SimpleNamespace:
+    """Return these values as a TensorData of Tinker."""
+    return SimpleNamespace(data=values, to_torch=lambda: values, tolist=values.tolist)
 
 
 def tinker(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, Loss]:
@@ -391,7 +388,7 @@ def tinker(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str,
         data = []
         for old, advantages, mask in zip(m.sampler, m.advantages, m.mask, strict=True):
             inputs = {"logprobs": old, "advantages": advantages * mask, "mask": mask, "weights": mask}
-            data.append(SimpleNamespace(loss_fn_inputs={name: Given(value) for name, value in inputs.items()}))
+            data.append(SimpleNamespace(loss_fn_inputs={name: tensor_data(value) for name, value in inputs.items()}))
         return m.ranks * scalar_of(function(data, list(m.logprobs)))
 
     return named({}, own, call)
@@ -407,9 +404,6 @@ def plain(load: Callable[[str], ModuleType], own: Callable | None) -> dict[str, 
         return (result * m.mask).sum() / m.tokens * m.ranks
 
     return named({}, own, call)
-
-
-# ---------------------------------------------------------------------------------------------------------- advantages
 
 
 Advantages = Callable[[Tensor], Tensor]  # of the rewards of groups, [P, G]
@@ -433,7 +427,7 @@ def verl_advantages(load: Callable[[str], ModuleType]) -> dict[str, Advantages]:
 
 def skyrl_advantages(load: Callable[[str], ModuleType]) -> dict[str, Advantages]:
     """Estimators of AdvantageEstimatorRegistry that need rewards alone."""
-    module = either(load, "skyrl.backends.skyrl_train.utils.ppo_utils", "skyrl_train.utils.ppo_utils")
+    module = load("skyrl.backends.skyrl_train.utils.ppo_utils")
     registry = module.AdvantageEstimatorRegistry
     return {str(name): partial(of_groups, registry.get(name)) for name in registry.list_available()}
 
@@ -445,14 +439,12 @@ ADAPTERS = {
         asked=("verl.trainer.ppo", "verl.trainer.config", "verl.workers.config", "verl.base_config", "verl.utils"),
         estimators=("kl", "abs", "mse", "low_var_kl", "k1+", "k3+"),
         weights=True,
-        form="f(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config)",
     ),
     "trl": Adapter(
         trl,
         asked=("trl.trainer.grpo_trainer", "trl.trainer.grpo_config", "trl.trainer.base_config", "trl.trainer.utils"),
         estimators=("k3",),
         weights=True,
-        form="f(self, model, inputs), as GRPOTrainer._compute_loss",
         hidden=(),
     ),
     "prime": Adapter(
@@ -461,33 +453,18 @@ ADAPTERS = {
         asked=("prime_rl.trainer.rl.loss", "prime_rl.configs"),
         weights=True,
         old=False,
-        form="f(inputs), with the fields of LossInputs",
     ),
-    "nemo": Adapter(
-        nemo,
-        asked=("nemo_rl.algorithms.loss", "nemo_rl.algorithms.loss_functions", "nemo_rl.algorithms.utils"),
-        estimators=("k1", "k2", "k3"),
-        form="f(next_token_logprobs, data, global_valid_seqs, global_valid_toks)",
-    ),
+    "nemo": Adapter(nemo, asked=("nemo_rl.algorithms.loss", "nemo_rl.algorithms.utils"), estimators=("k1", "k2", "k3")),
     "skyrl": Adapter(
-        skyrl,
-        folders=(".", "skyrl-train"),
-        asked=("skyrl.backends.skyrl_train.utils", "skyrl.train.config", "skyrl_train.utils", "skyrl_train.config"),
-        estimators=("k1", "k2", "k3", "abs"),
-        form="f(log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs)",
+        skyrl, asked=("skyrl.backends.skyrl_train.utils", "skyrl.train.config"), estimators=("k1", "k2", "k3", "abs")
     ),
-    "openrlhf": Adapter(
-        openrlhf,
-        asked=("openrlhf.models.loss", "openrlhf.models.utils"),
-        form="f(log_probs, old_log_probs, advantages, action_mask, rollout_log_probs), as PolicyLoss.forward",
-    ),
+    "openrlhf": Adapter(openrlhf, asked=("openrlhf.models.loss", "openrlhf.models.utils")),
     "open-instruct": Adapter(
         open_instruct,
         asked=("open_instruct.grpo_utils", "open_instruct.model_utils", "open_instruct.rl_utils"),
         estimators=("k1", "k2", "k3", "k4"),
         weights=True,
-        form="f(new_logprobs, ratio, advantages, ref_logprobs, config, rho_weights), as compute_grpo_loss",
     ),
-    "tinker": Adapter(tinker, old=False, form="f(data, logprobs), as for forward_backward_custom"),
-    "plain": Adapter(plain, form="f(logprobs, old, sampler, advantages, mask), of which it may leave out some"),
+    "tinker": Adapter(tinker, old=False),
+    "plain": Adapter(plain),
 }

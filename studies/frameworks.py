@@ -10,20 +10,10 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
-import subprocess
 import sys
 import types
 from pathlib import Path
 from typing import Any
-
-
-def install(package: str, version: str, folder: Path) -> str:
-    """Install one wheel without its dependencies into a folder, unless it is there. "" or the reason why not."""
-    if (folder / f"{package}-{version}.dist-info").is_dir():
-        return ""
-    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(folder)]
-    done = subprocess.run([sys.executable, *words, f"{package}=={version}"], capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"{package} {version} cannot be installed: {done.stderr.strip()[-300:]}"
 
 
 class Anything:

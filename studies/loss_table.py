@@ -1,7 +1,6 @@
 """The expected gradient of every policy loss next to the gradient of E[R], by exact enumeration.
 
     python studies/loss_table.py                              prints the table (a few seconds on one core)
-    python studies/loss_table.py --worlds 20                  medians of the policy losses over random worlds
 
 studies/enumeration.py has the policies, over whose responses every expectation is a sum, and the CONDITIONS.
 
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from types import ModuleType
 from typing import NamedTuple
 
@@ -282,7 +280,13 @@ def centered_scores(b: Batch, cap: float = math.inf, weigh: bool = False) -> Ten
 
     ``weigh``: both have the weight pi / sampler, at most ``cap``.
     """
-    weights = (b.vocabulary.exp() / b.drawn).detach().clamp(max=cap) if weigh else torch.ones_like(b.drawn)
+    weights = (
+        (b.vocabulary.exp() / b.drawn).detach().clamp(max=cap)
+        if weigh
+        else torch.ones_like(
+            b.drawn,
+        )
+    )
     own = (b.logprobs - b.sampler).detach().exp().clamp(max=cap) if weigh else 1.0
     mean = (b.drawn * weights * b.vocabulary).sum(-1)
     return -b.advantages * (own * b.logprobs - mean)
@@ -326,7 +330,7 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
 }
 
 
-def optimal_baselines(world: World, policies: Policies, cumulative: bool = True) -> Tensor:
+def optimal_baselines(world: World, policies: Policies) -> Tensor:
     """OTB's baseline of each token, [N]: the mean reward of what is as long, weighted by squared gradients up to there.
 
     Squared gradients of log pi in the logits: 1 - 2 pi(token) + the sum of pi^2, of the trainer's policy.
@@ -338,9 +342,8 @@ def optimal_baselines(world: World, policies: Policies, cumulative: bool = True)
     squares = 1 - 2 * own + sums[world.rows]
     ends = world.lengths.cumsum(0)
     first = (ends - world.lengths)[owner]
-    if cumulative:
-        before = F.pad(squares.cumsum(0), (1, 0))
-        squares = before[1:] - before[first]
+    before = F.pad(squares.cumsum(0), (1, 0))
+    squares = before[1:] - before[first]
     place = torch.arange(len(first)) - first
     place += world.prompts[owner] * world.max_length
     drawn = world.probabilities(policies.sampler)
@@ -510,7 +513,11 @@ def response_of(size: int) -> grpo.Sample:
     )
 
 
-def response_weights(layouts: list[tuple[tuple[int, ...], bool]], args: grpo.Args, script: ModuleType = grpo) -> Tensor:
+def response_weights(
+    layouts: list[tuple[tuple[int, ...], bool]],
+    args: grpo.Args,
+    script: ModuleType = grpo,
+) -> Tensor:
     """Return a script's loss_weights of one step on these groups, one weight per response.
 
     As in grpo.py, the zero-variance filter takes the responses of groups of equal reward out of the counts.
@@ -622,30 +629,10 @@ def print_table(rows: dict[tuple[str, str], Row]) -> None:
                 print(format_row(name, rows[condition, name]))
 
 
-def print_medians(worlds: int) -> None:
-    """Print the median of bias, cosine, and noise in units of |grad E[R]|, of each policy loss and condition."""
-    print(f"{'':19}" + "".join(f"{condition:>18}" for condition in CONDITIONS))
-    for name in LOSSES:
-        cells = []
-        for condition in CONDITIONS:
-            rows = []
-            for seed in range(worlds):
-                world = World(max_length=4, seed=seed)
-                rows.append(loss_row(name, world, policies_of(world, condition, seed=100 + seed)))
-            bias, cosine = median(row.bias for row in rows), median(row.cosine for row in rows)
-            cells.append(f"{bias:7.2f}{cosine:+6.2f}{median(row.noise * row.size for row in rows):5.1f}")
-        print(f"{name:19}{''.join(cells)}", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--worlds", type=int, help="print medians over so many worlds instead of the table of one")
-    args = parser.parse_args()
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
-    if args.worlds is not None:
-        print_medians(max(1, args.worlds))
-    else:
-        print_table(table())
+    print_table(table())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +25,3 @@ def watch(owner: Any, name: str, before: Callable | None = None, after: Callable
 
     setattr(owner, name, watched)
     return lambda: setattr(owner, name, plain)
-
-
-def names_of_main() -> dict[str, Any]:
-    """Return the local variables of the script's ``main``, of a function that it has called."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "main":
-        frame = frame.f_back
-    return frame.f_locals

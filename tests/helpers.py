@@ -69,6 +69,15 @@ def make_samples(prompts: int = 3, group: int = 4, seed: int = 0, vocabulary: in
     return samples
 
 
+def install_wheel(package: str, version: str, folder: Path) -> str:
+    """Install one wheel without its dependencies into a folder, unless it is there. "" or the reason why not."""
+    if (folder / f"{package}-{version}.dist-info").is_dir():
+        return ""
+    words = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", "--target", str(folder)]
+    done = subprocess.run([sys.executable, *words, f"{package}=={version}"], capture_output=True, text=True)
+    return "" if done.returncode == 0 else f"{package} {version} cannot be installed: {done.stderr.strip()[-300:]}"
+
+
 def make_tiny(folder: Path) -> Path:
     """Write a random two-layer Llama, tied head, and a tokenizer of 600 tokens trained on the task's text."""
     import torch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import watching
@@ -13,6 +15,14 @@ from runtime.run import logger
 from runtime.training import deepspeed_zero
 
 ADAM_EPS = 1e-4  # so that rounding of gradients near 0 is not amplified
+
+
+def names_of_main() -> dict:
+    """Return the local variables of the script's ``main``, of a function that it has called."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_name != "main":
+        frame = frame.f_back
+    return frame.f_locals
 
 
 class Recorder:
@@ -42,7 +52,7 @@ class Recorder:
 
     def begin(self, *_) -> None:
         """Phase 6 is complete."""
-        self.main = names = dict(watching.names_of_main())
+        self.main = names = dict(names_of_main())
         kl = names["kl"]
         step = {name: names[name] for name in ("samples", "in_loss", "offsets")}
         step |= {"advantages": names["advantages_N"].double(), "coefficients": (kl.loss, kl.reward)}

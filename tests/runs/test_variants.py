@@ -11,13 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import frameworks
 import loss_table
 import pytest
 import torch
 import torch.nn.functional as F
 import variant
-from helpers import ROOT, load_variant, make_samples, run_here, tiny_args, token_loss
+from helpers import ROOT, install_wheel, load_variant, make_samples, run_here, tiny_args, token_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
@@ -402,7 +401,7 @@ torch.save(found, sys.argv[3])
 def from_trl(folder, **given) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss of each token, gradient of the student's logits) by TRL's own functions of self-distillation."""
     version = presets.PRESETS["trl"].version.split()[1]
-    reason = frameworks.install("trl", version, folder / "trl")
+    reason = install_wheel("trl", version, folder / "trl")
     if reason:
         pytest.skip(reason)
     torch.save({"old": None} | given, folder / "given.pt")

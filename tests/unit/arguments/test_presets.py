@@ -20,13 +20,12 @@ import typing
 from pathlib import Path
 from typing import NamedTuple
 
-import frameworks
 import is_finished
 import pytest
 import torch
 import transformers
 import yaml
-from helpers import ROOT, TINY_RUN, folder_of, interrupted, main_here, run_here, token_loss
+from helpers import ROOT, TINY_RUN, folder_of, install_wheel, interrupted, main_here, run_here, token_loss
 from variant import names as variant_names
 from variant import variant as variant_text
 
@@ -423,7 +422,7 @@ def folder_of_wheel(tmp_path_factory):
     def install(name: str) -> Path:
         package, version = presets.PRESETS[name].version.split()
         place = Path(os.environ.get("RLVR_FRAMEWORKS") or tmp_path_factory.getbasetemp() / "frameworks") / package
-        reason = frameworks.install(package, version, place)
+        reason = install_wheel(package, version, place)
         if reason:
             pytest.skip(reason)
         return place

@@ -15,6 +15,7 @@ import torch
 from check_any_loss import CONSTANT, RESPONSE, SEQUENCE, SUM, TOKEN
 from check_subject import OK
 from framework_losses import ADAPTERS, plain
+from helpers import install_wheel
 
 torch.set_num_threads(1)
 
@@ -259,7 +260,7 @@ def test_a_module_is_loaded_without_what_is_absent_or_not_asked_for(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("framework", "package", "version", "known"), [("verl", "verl", "0.9.1", "vanilla")])
 def test_the_losses_of_a_wheel_are_called_as_they_are(framework, package, version, known, tmp_path):
-    reason = frameworks.install(package, version, tmp_path)
+    reason = install_wheel(package, version, tmp_path)
     if reason:
         pytest.skip(reason)
     losses = check_any_loss.losses_of(framework, tmp_path)
