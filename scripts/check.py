@@ -5,7 +5,7 @@
     python scripts/check.py mine.py --json report.json       also writes the report as JSON
     python scripts/check.py mine.py --parts 1 3              only these parts
     python scripts/check.py mine.py --brief                  prints only notes and failures
-    python scripts/check.py --loss verl:gspo                 a loss of another framework (docs/check_losses.md)
+    python scripts/check.py --loss verl:gspo                 a loss of another framework
     python scripts/check.py --loss mine.py:my_loss --like verl    a loss written for its plug-in point
 
 1 what it ascends, by exact enumeration   2 what must not change the gradient   3 numbers at the edge
@@ -13,7 +13,8 @@
 
 A minute or two on two CPU cores, without network. Each line is ok, note (it differs from the unedited script, and may
 be intended) or FAIL. Exit code: 0 without FAIL, 1 with, 2 for a file that is no such copy. Of a file that stands alone,
-such as variants/grpo_min.py, parts 1 to 4 examine the loss. docs/maintainers/check.md explains the report.
+such as variants/grpo_min.py, parts 1 to 4 examine the loss. docs/maintainers/check.md explains the report, and
+docs/maintainers/check_losses.md that of --loss and --advantages.
 """
 
 from __future__ import annotations

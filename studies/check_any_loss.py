@@ -1,4 +1,4 @@
-"""Check a policy loss that was written for another framework: scripts/check.py --loss, docs/check_losses.md.
+"""Check a policy loss that was written for another framework: scripts/check.py --loss.
 
 The loss is called by its adapter (studies/framework_losses.py) and shown to the parts of the check as the token_loss of
 a script. A loss of a framework is a scalar of a batch, so the weights that its mean gives to tokens are found first, on
@@ -304,21 +304,26 @@ def check_kl(subject: LossSubject) -> list[Finding]:
             text = f"could not be called: {type(error).__name__}: {error}"
             findings.append(Finding(1, f"KL {name}", NOTE, text))
             continue
-        right = {condition: is_same_kl(*pair) for condition, pair in rows.items()}
+        right = {condition: is_right(*pair) for condition, pair in rows.items()}
         meanings = []
         for condition, (ours, theirs) in rows.items():
-            meanings.append(f"{condition}: descends {(theirs if right[condition] else ours).meaning()}")
+            exact = ours.cosine > 1 - SAME
+            meaning = kl_estimators.REVERSE if exact else (theirs if right[condition] else ours).meaning()
+            meanings.append(f"{condition}: descends {meaning}")
             if not right[condition]:
                 meanings[-1] += f", {known} of grpo.py {theirs.meaning()}"
-        exact = all(ours.label == kl_estimators.REVERSE for ours, _ in rows.values())
-        state = OK if exact or all(right.values()) else NOTE if right["fresh"] else FAIL
+        state = OK if all(right.values()) else NOTE if right["fresh"] else FAIL
         findings.append(Finding(1, f"KL {name}", state, "; ".join(meanings), subject.where if state != OK else ""))
     return findings
 
 
-def is_same_kl(ours: kl_estimators.TableRow, theirs: kl_estimators.TableRow) -> bool:
-    """Return True for one direction; a mean with an eps below it has no exact size, and so no name."""
-    return abs(ours.cosine - theirs.cosine) < SAME and ours.label in (theirs.label, kl_estimators.NONE)
+def is_right(ours: kl_estimators.TableRow, theirs: kl_estimators.TableRow) -> bool:
+    """Return True for the direction of grad KL(pi||ref), or that which the name has in grpo.py.
+
+    A mean with an eps below it has no exact size, and so its gradient has no name.
+    """
+    same = abs(ours.cosine - theirs.cosine) < SAME and ours.label in (theirs.label, kl_estimators.NONE)
+    return same or ours.cosine > 1 - SAME
 
 
 def check_edges(subject: LossSubject) -> list[Finding]:
