@@ -72,6 +72,7 @@ def project_files(root: Path) -> dict[str, str]:
         *root.glob("graders/**/*.py"),
         *root.glob("runtime/**/*.py"),
         *root.glob("runtime/**/*.toml"),
+        *root.glob("runtime/**/*.tsv"),
     ]
     return {str(path.relative_to(root)): path.read_text() for path in paths}
 

@@ -498,8 +498,8 @@ def test_the_critic_learns(tiny, tmp_path):
     """On a policy that stands still and rewards that the prompt decides: it comes to explain most of their variance."""
     args = tiny_ppo(
         *(tiny, tmp_path),
-        critic_warmup=15,
-        total_steps=16,
+        critic_warmup=31,
+        total_steps=32,
         max_response_length=2,
         critic_learning_rate=3e-3,
         num_samples_per_prompt_rollout=1,
@@ -728,7 +728,7 @@ def test_what_cannot_work_is_refused_at_once(tiny, tmp_path, capsys, changes, wo
 def test_two_ranks_equal_one(tiny, tmp_path, placement):
     """The critic's numbers, too: values, returns, whitening, its loss and gradient, on one rank and on two."""
     more = ["--critic_learning_rate", "1e-3", "--value_norm", "running", "--num_mini_batches", "2"]
-    more += ["--beta", "0.1", "--kl_placement", placement]
+    more += ["--beta", "0.1", "--kl_placement", placement, "--eval_prompts", "4"]
     metrics = {}
     for ranks in (1, 2):
         shape = {"script": "ppo", "ranks": ranks, "launcher": ACCELERATE_LAUNCH}

@@ -497,8 +497,9 @@ def test_opsd_compares_the_same_tokens_after_two_prompts(modules, tiny, tmp_path
 
     monkeypatch.setattr(module, "hinted", hinted)
     monkeypatch.setattr(module, "token_loss", token_loss)
-    flags = {"total_steps": 1, "eval_prompts": 0, "max_response_length": 2, "temperature": 0.05}
+    flags = {"total_steps": 1, "eval_prompts": 0, "max_response_length": 2, "temperature": 0.25}
     flags |= {"num_samples_per_prompt_rollout": 8, "divergence": kind, "batch_layout": layout}
+    flags["verifier"] = f"{ROOT}/tests/verifiers.py:addition"  # parity is that of equal samples
     args = tiny_args(tiny, tmp_path, "variant_opsd", **flags)
     (metrics,) = run_here(args, "variant_opsd")
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
@@ -510,7 +511,7 @@ def test_opsd_compares_the_same_tokens_after_two_prompts(modules, tiny, tmp_path
             ids = torch.tensor([[*prompt_ids, *sample.response_ids]])
             with torch.no_grad():
                 logits = model(ids).logits[0, len(prompt_ids) - 1 : -1]
-            both.append((logits.double() / 0.05).log_softmax(-1))
+            both.append((logits.double() / 0.25).log_softmax(-1))
         p, q = both
         m = (p.exp() / 2 + q.exp() / 2).log()
         forward, reverse = (q.exp() * (q - p)).sum(-1), (p.exp() * (p - q)).sum(-1)
