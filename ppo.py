@@ -724,7 +724,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         trust_remote_code=args.trust_remote_code,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
-        max_model_len=args.max_prompt_length + args.max_response_length,
+        max_model_len=args.engine_length,
         # Off on CPUs: if a chunk ends mid-prompt, vLLM rewinds the random generator, which fails for CPU generators.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,

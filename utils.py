@@ -1129,9 +1129,9 @@ def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
         "pad_token_id": stop_ids[0],
         "eos_token_id": -1 if sampling["ignore_eos"] else stop_ids,
     }
-    if not greedy:
-        for name in ("temperature", "top_p", "top_k"):
-            options[name] = sampling[name]
+    for name in () if greedy else ("temperature", "top_p", "top_k", "min_p"):
+        options[name] = sampling.get(name)
+    options["repetition_penalty"] = sampling.get("repetition_penalty")
     torch.manual_seed(seed)
     ids = torch.tensor([prompt_ids] * len(keys), device=device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -250,7 +250,7 @@ WORDS = {  # flags of both runs
     "--save_minutes": "0",
     "--eval_prompts": "2",
     "--eval_every": "0",
-    "--eval_temperature": "0",
+    "--eval_sampling": '{"temperature": 0}',
     "--vllm_args": json.dumps({"kv_cache_memory_bytes": 2**26}),
 }
 SWITCHES = ("--no-mask_truncated_completions", "--no-mask_no_eos_with_zero")

@@ -132,7 +132,7 @@ EVIDENCE: dict[str, Row] = {
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),
-    "eval_temperature": row(0.5, "evaluation responses"),
+    "eval_sampling": row('{"top_k": 2}', "evaluation responses"),
     # ---- generation
     "max_response_length": row(4, "completions/length_max"),
     "temperature": row(0.5, "responses", "policy/entropy"),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, sources
+from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, eval_sampling, sources
 from runtime.system import user_files
 from runtime.system.process import json_object
 
@@ -34,13 +34,7 @@ PRESENTATION = (
     "resume",
 )
 # 2. Arguments for memory and speed, and limits that only end a run. Results stay the same, up to rounding.
-RESOURCES = (
-    "micro_batch_tokens",
-    "gradient_checkpointing",
-    "vllm_sleep",
-    "timeout",
-    "max_logprob_diff",
-)
+RESOURCES = ("micro_batch_tokens", "gradient_checkpointing", "vllm_sleep", "timeout", "max_logprob_diff")
 # Arguments in --vllm_args that only concern memory and speed.
 VLLM_RESOURCES = (
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"),
@@ -201,8 +195,9 @@ class RunFlags:
     """Number of problems held out for evaluation and never trained on. 0 disables evaluation."""
     eval_samples: int = 4
     """Number of responses per evaluation problem."""
-    eval_temperature: float = 1.0
-    """Sampling temperature in evaluation. 0: greedy decoding, one response per problem."""
+    eval_sampling: str | None = None
+    """JSON object: sample evaluations as a model card says, e.g. {"temperature": 0.6, "top_p": 0.95, "top_k": 20}; also
+    min_p, repetition_penalty and max_tokens. Default: temperature 1; 0 is greedy, one response per problem."""
 
     # ---- generation
     max_response_length: int = 32
@@ -257,9 +252,16 @@ class RunFlags:
     reward_model = cached_property(lambda args: ModelName.parse(args.reward_model_name_or_path or ""))
     config_overrides = cached_property(lambda args: config_overrides(args.override_config))
     engine_args = cached_property(lambda args: engine_args(args.vllm_args))
+    eval_settings = cached_property(lambda args: eval_sampling(args.eval_sampling))
     template = cached_property(lambda args: ChatTemplate.parse(args.chat_template))
     sources = cached_property(lambda args: sources(str(args.dataset), "--dataset"))
     eval_sources = cached_property(lambda args: sources(str(args.eval_dataset or ""), "--eval_dataset"))
+
+    @property
+    def engine_length(self) -> int:
+        """Most tokens of a prompt and its response, in training and in evaluations."""
+        response = max(self.max_response_length, self.eval_settings.get("max_tokens", 0))
+        return self.max_prompt_length + response
 
     @property
     def kl_coefficients(self) -> tuple[float, float]:

@@ -23,12 +23,7 @@ def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
     return order
 
 
-def prompts_at(
-    position: int,
-    count: int,
-    num_problems: int,
-    seed: int,
-) -> list[int]:
+def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[int]:
     """Return the indices of ``count`` problems from number ``position`` of the run on: a pure function of a counter.
 
     Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
@@ -68,10 +63,9 @@ def sampling(args) -> dict[str, Any]:
 
 def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     """Return (the requests of an evaluation, its sampling parameters); all evaluations of a run use the same seeds."""
-    count = args.eval_samples if args.eval_temperature > 0 else 1
+    count = args.eval_samples if args.eval_settings["temperature"] > 0 else 1
     wanted = requests(range(problems), count, args.seed, "eval")
-    parameters = sampling(args) | {"temperature": args.eval_temperature}
-    return wanted, parameters
+    return wanted, sampling(args) | args.eval_settings
 
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:
@@ -101,12 +95,7 @@ def nothing_scored(samples: list[Sample]) -> bool:
     return bool(scores) and max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
 
 
-def replace_groups(
-    batch: list[Problem],
-    samples: list[Sample],
-    more: list[Problem],
-    new: list[Sample],
-) -> None:
+def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
     """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.

@@ -25,15 +25,7 @@ from runtime.run.directory import cut_back, left_by_a_run
 from runtime.run.identity import code_of, inputs_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config
 from runtime.system import git, library_logs, user_files
-from runtime.system.process import (
-    PROJECT,
-    FolderLock,
-    Heap,
-    print_on_rank_0,
-    usable_cores,
-    versions,
-    write_whole,
-)
+from runtime.system.process import PROJECT, FolderLock, Heap, print_on_rank_0, usable_cores, versions, write_whole
 from runtime.system.redaction import redact, redact_words, secret_values
 from runtime.training import memory
 from runtime.training.memory import GIB, Sizes
