@@ -525,7 +525,7 @@ def evaluate(
     step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, phases: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
-    if not problems:
+    if not problems or log.goal_reached:
         return
     with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
@@ -579,7 +579,7 @@ def main(args: Args, ready: Ready | None) -> None:
     engine.version = done
     with phases("push"):
         engine.push(utils.engine_weights(policy, args))
-    if done == 0:
+    if done == 0 and args.evaluates(0):
         evaluate(0, engine, verifiers, run.eval_problems, log, phases, args)
     queue.resume(done)
     phases.restart()
@@ -703,7 +703,7 @@ def main(args: Args, ready: Ready | None) -> None:
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 
         # 9 record
-        if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
+        if args.evaluates(step) and step < run.total_steps:
             evaluate(step, engine, verifiers, run.eval_problems, log, phases, args)
         metrics = {
             "step": step,

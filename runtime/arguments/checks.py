@@ -147,6 +147,10 @@ def check_training(args: RunFlags) -> None:
     episodes = args.total_episodes
     dropped = args.dataset_filter
     check_warmup_steps("--warmup_steps ", args.warmup_steps)
+    if min(args.evaluated) < 0:
+        refuse(f"--eval_every {args.eval_every}: N and FIRST must be 0 or more")
+    if args.goal is not None and 0 in (args.eval_prompts, args.evaluated[0]):
+        refuse(f"--stop_at {args.stop_at} has no effect without evaluations between steps: see --eval_every")
     if args.num_mini_batches > prompts:
         refuse(
             f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: all "

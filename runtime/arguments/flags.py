@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, eval_sampling, sources
+from runtime.arguments.values import ChatTemplate, Goal, ModelName, config_overrides, eval_sampling, sources
 from runtime.system import user_files
 from runtime.system.process import json_object
 
@@ -34,7 +34,7 @@ PRESENTATION = (
     "resume",
 )
 # 2. Arguments for memory and speed, and limits that only end a run. Results stay the same, up to rounding.
-RESOURCES = ("micro_batch_tokens", "gradient_checkpointing", "vllm_sleep", "timeout", "max_logprob_diff")
+RESOURCES = ("micro_batch_tokens", "gradient_checkpointing", "vllm_sleep", "timeout", "max_logprob_diff", "stop_at")
 # Arguments in --vllm_args that only concern memory and speed.
 VLLM_RESOURCES = (
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"),
@@ -68,8 +68,12 @@ class RunFlags:
     # ---- run
     seed: int = 1
     """Seed of the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    eval_every: int = 0
-    """Evaluate every N steps, and in any case before the first step and after the last. 0: only these two times."""
+    eval_every: int | tuple[int, int] = 0
+    """N [FIRST]: evaluate every N steps (0: none) from step FIRST on, and in any case after the last step. FIRST 0, the
+    default, also evaluates before training; 1 does not."""
+    stop_at: str | None = None
+    """NAME=VALUE, e.g. eval/pass@1=0.8: end after the first step whose evaluation (--eval_every) reaches this value of
+    eval/pass@1, eval/pass@k, eval/majority@k or eval/reward_mean. Default: train for all steps."""
     save_every: int = 0
     """Write a checkpoint every N steps. 0 disables."""
     save_minutes: float = 30.0
@@ -252,10 +256,21 @@ class RunFlags:
     reward_model = cached_property(lambda args: ModelName.parse(args.reward_model_name_or_path or ""))
     config_overrides = cached_property(lambda args: config_overrides(args.override_config))
     engine_args = cached_property(lambda args: engine_args(args.vllm_args))
+    goal = cached_property(lambda args: Goal.parse(args.stop_at))
     eval_settings = cached_property(lambda args: eval_sampling(args.eval_sampling))
     template = cached_property(lambda args: ChatTemplate.parse(args.chat_template))
     sources = cached_property(lambda args: sources(str(args.dataset), "--dataset"))
     eval_sources = cached_property(lambda args: sources(str(args.eval_dataset or ""), "--eval_dataset"))
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """N and FIRST of ``--eval_every``."""
+        return self.eval_every if isinstance(self.eval_every, tuple) else (self.eval_every, 0)
+
+    def evaluates(self, step: int) -> bool:
+        """Return True if ``--eval_every`` asks for an evaluation after this step; step 0 is before training."""
+        every, first = self.evaluated
+        return step >= first and (step == 0 or (every > 0 and step % every == 0))
 
     @property
     def engine_length(self) -> int:

@@ -122,6 +122,32 @@ def eval_sampling(text: str | None) -> dict[str, Any]:
     return {"temperature": 1.0} | found
 
 
+class Goal(NamedTuple):
+    """The metric of an evaluation that ends the run when it is this large."""
+
+    name: str
+    value: float
+
+    @classmethod
+    def parse(cls, text: str | None) -> Goal | None:
+        """Read ``--stop_at``; None if it is not set. Exits with code 2 for an unknown metric, or for no number."""
+        if text is None:
+            return None
+        name, _, value = text.partition("=")
+        names = [f"eval/{metric}" for metric in ("pass@1", "pass@k", "majority@k", "reward_mean")]
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if name not in names or not math.isfinite(number):
+            refuse(f"--stop_at {on_a_line(text)}: pass NAME=NUMBER with a NAME of {', '.join(names)}")
+        return cls(name, number)
+
+    def is_reached(self, evaluation: dict[str, Any]) -> bool:
+        """Return True for a record of eval.jsonl, after a step of training, that reaches the goal."""
+        return evaluation["step"] > 0 and evaluation.get(self.name, -math.inf) >= self.value
+
+
 def is_dropout(name: str, value: object) -> bool:
     """Return True for a config field or module attribute that is a dropout probability above 0 (resid_pdrop, ...)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -213,6 +213,9 @@ def unfinished(folder: Path, args) -> str:
     config = json.loads((folder / "config.json").read_text())
     steps = total_steps(args, config.get("problems", 0))
     reached = last_step(folder / "metrics.jsonl")
+    ends = [record for record in records(folder / "eval.jsonl") if record.get("step") == reached]
+    if args.goal is not None and any(map(args.goal.is_reached, ends)):
+        steps = reached
     if reached < steps:
         return f"is at step {max(reached, 0)} of {steps}"
     if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:

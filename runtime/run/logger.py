@@ -21,7 +21,7 @@ from runtime.arguments.flags import OPEN, is_open
 from runtime.data.prompt_order import nothing_scored
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
-from runtime.run.directory import cut_back, left_by_a_run
+from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, inputs_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config
 from runtime.system import git, library_logs, user_files
@@ -233,6 +233,7 @@ class RunLog:
         self.is_main = is_main
         self.trackers: dict[str, Any] = {}  # by the names that --track has for them
         self.wandb_id = None
+        self.goal_reached = False  # an evaluation has reached --stop_at
         self.zero_steps = 0  # in a row, without a score above 0
         self.first = 0  # the step after which the run resumed
         # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
@@ -322,6 +323,10 @@ class RunLog:
         rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
         self.scores[result["step"]] = result.get(rated_by)
         print_on_rank_0(eval_line(result))
+        goal = self.args.goal
+        if goal is not None and goal.is_reached(result):
+            self.goal_reached = True
+            print_on_rank_0(f"stopping   {goal.name} {result[goal.name]:.3f} has reached --stop_at {goal.value:g}")
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
         """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
@@ -369,7 +374,7 @@ class RunLog:
         """
         if self.is_main:
             try:
-                print_on_rank_0(verdict.write(self.folder, self.total))
+                print_on_rank_0(verdict.write(self.folder, last_step(self.folder / "metrics.jsonl")))
             except Exception as error:
                 print_on_rank_0(f"warning: no verdict ({type(error).__name__}: {error})")
 

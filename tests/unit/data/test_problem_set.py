@@ -304,6 +304,9 @@ def test_every_field_is_read(script):
         "recorded_choices",
         "kl_coefficients",
         "loads_reference",
+        "engine_length",
+        "evaluated",
+        "evaluates",
         "derived",
         "data_digest",
         "get",  # of a table of values

@@ -31,11 +31,13 @@ from helpers import (
     read_jsonl,
     record,
     refusal,
+    rejected,
     run_here,
     tiny_args,
 )
 
 import grpo
+from runtime.arguments import checks
 from runtime.run import checkpoints, directory, logger
 from runtime.system import process
 from runtime.training import deepspeed_zero
@@ -330,6 +332,37 @@ def test_a_finished_run_says_so(stopped, tmp_path, capsys):
         run_here(args)
     assert end.value.code == 0 and "is finished; --overwrite" in capsys.readouterr().out
     assert record(folder_of(args)) == before
+
+
+def test_a_run_that_reaches_its_goal_is_finished(tiny, tmp_path, capsys):
+    """--stop_at ends it after that evaluation, with its model and verdict; without the goal it goes on to the end."""
+    goal = {"stop_at": "eval/pass@1=0", "eval_every": (2, 2), "total_steps": 4, "save_every": 1}
+    args = tiny_args(tiny, tmp_path, **{**SMALL, **goal})
+    assert [m["step"] for m in run_here(args)] == [1, 2]
+    folder = folder_of(args)
+    assert [m["step"] for m in read_jsonl(folder / "eval.jsonl")] == [2], "none before training, from step 2 on"
+    assert "has reached --stop_at 0" in capsys.readouterr().out
+    assert directory.unfinished(folder, args) == "" and (folder / "verdict.json").is_file()
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0 and "is finished; --overwrite" in capsys.readouterr().out
+    longer = dataclasses.replace(args, stop_at="eval/pass@1=1.5")
+    assert directory.unfinished(folder, longer) == "is at step 2 of 4"
+    assert [m["step"] for m in run_here(longer)] == [1, 2, 3, 4]
+    assert [m["step"] for m in read_jsonl(folder / "eval.jsonl")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stop_at": "eval/pass@9=0.8", "eval_every": 1}, "--stop_at eval/pass@9=0.8: pass NAME=NUMBER with a NAME of"),
+        ({"stop_at": "eval/pass@1=high", "eval_every": 1}, "--stop_at eval/pass@1=high: pass NAME=NUMBER"),
+        ({"stop_at": "eval/pass@1=0.8"}, "--stop_at eval/pass@1=0.8 has no effect without evaluations"),
+        ({"eval_every": (-1, 1)}, "--eval_every (-1, 1): N and FIRST must be 0 or more"),
+    ],
+)
+def test_a_goal_that_no_evaluation_can_reach_is_rejected(changes, words, capsys):
+    assert words in rejected(capsys, checks.check_training, grpo.Args(**changes))
 
 
 def test_lines_of_steps_that_are_done_again_go(tmp_path):
