@@ -152,15 +152,9 @@ def check_training(args: RunFlags) -> None:
     if args.goal is not None and 0 in (args.eval_prompts, args.evaluated[0]):
         refuse(f"--stop_at {args.stop_at} has no effect without evaluations between steps: see --eval_every")
     if args.num_mini_batches > prompts:
-        refuse(
-            f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: all "
-            f"samples of a prompt go into the same mini-batch; use at most one mini-batch per prompt"
-        )
+        refuse(f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}")
     if episodes is not None and episodes < prompts * group:
-        refuse(
-            f"--total_episodes {episodes} is less than the {prompts * group} samples of one step "
-            f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group}); increase it"
-        )
+        refuse(f"--total_episodes {episodes} is less than the {prompts * group} samples of one step; increase it")
     lengths = [name for name in ("total_episodes", "total_epochs") if getattr(args, name) is not None]
     lengths += {"total_steps"} & (args.flags_set or set())
     if len(lengths) > 1:
@@ -172,19 +166,13 @@ def check_training(args: RunFlags) -> None:
         )
     if args.ignore_eos and args.mask_truncated_completions:
         refuse(
-            "--ignore_eos truncates every response, and --mask_truncated_completions excludes truncated responses "
-            "from the loss; add --no-mask_truncated_completions"
+            "--ignore_eos truncates every response, which is then not trained on: add --no-mask_truncated_completions"
         )
     if args.overlong_buffer >= args.max_response_length:
-        refuse(
-            f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
-            f"{args.max_response_length}; otherwise the penalty starts before the first token"
-        )
+        most = args.max_response_length
+        refuse(f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length {most}")
     if args.generation_size is not None and args.generation_size < group:
-        refuse(
-            f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, the "
-            f"number of responses to keep; increase it"
-        )
+        refuse(f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}")
     if dropped is not None and not (0 < dropped[0] < 1 and 0 < dropped[1] <= 1):
         refuse(f"--dataset_filter {dropped}: SHARE must be above 0 and below 1, and THRESHOLD above 0 and at most 1")
     if not all(0 <= beta <= 1 for beta in args.adam_betas):
@@ -203,15 +191,9 @@ def check_kl(args: Any) -> None:
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = args.kl_coefficients
     if not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"):
-        refuse(
-            f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, but --kl_placement is "
-            f"{args.kl_placement}; use --kl_placement reward or both"
-        )
+        refuse("--kl_reward_coef and --kl_reward_estimator need --kl_placement reward or both")
     if args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None:
-        refuse(
-            f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: --kl_placement reward has a single "
-            f"coefficient; pass one of the two flags, or use --kl_placement both"
-        )
+        refuse("--beta and --kl_reward_coef are one coefficient with --kl_placement reward; pass one, or use both")
     target, horizon = target_and_horizon(args) if args.kl_target is not None else (math.inf, math.inf)
     if args.kl_target is not None and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
         refuse(
@@ -221,8 +203,7 @@ def check_kl(args: Any) -> None:
         )
     if 0.2 * samples >= horizon:
         refuse(
-            f"--kl_target {target:g} {horizon:g}: the HORIZON {horizon:g} is too short for {samples} samples per step: "
-            f"the coefficient could reach 0; increase it"
+            f"--kl_target {target:g} {horizon:g}: HORIZON must be above {0.2 * samples:g}, a fifth of a step's samples"
         )
     if args.ref_policy_update is not None:
         freq, alpha = args.ref_policy_update
@@ -238,8 +219,7 @@ def check_engine(args: RunFlags, world_size: int) -> None:
     without_mask = "flash" in args.attn_implementation or args.attn_implementation == "varlen"
     if args.batch_layout == "shared" and without_mask:
         refuse(
-            f"--attn_implementation {args.attn_implementation} does not support the 4-D mask of shared rows; use "
-            f"--batch_layout packed"
+            f"--attn_implementation {args.attn_implementation} has no mask for shared rows; use --batch_layout packed"
         )
     if args.dtype == "float32" and without_mask:
         refuse("--dtype float32: flash attention does not support float32; use bfloat16 or --attn_implementation sdpa")
@@ -264,10 +244,7 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     tp = args.vllm_tensor_parallel_size
     apart = args.vllm_engines > 0
     if apart and args.vllm_sleep != "off":
-        refuse(
-            f"--vllm_sleep {args.vllm_sleep} with --vllm_engines {args.vllm_engines}: an engine on its own GPU frees "
-            f"no memory for a trainer; drop --vllm_sleep"
-        )
+        refuse("--vllm_sleep with --vllm_engines: an engine on its own GPU frees no memory for a trainer; drop one")
     if apart and args.vllm_engines * tp >= world_size:
         refuse(
             f"--vllm_engines {args.vllm_engines} of {tp} rank(s) each leave no trainer in a launch of {world_size} "
@@ -292,20 +269,11 @@ def check_asynchrony(args: RunFlags) -> None:
             f"1 or --inflight_updates recompute"
         )
     if inflight and not ahead:
-        refuse(
-            f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0, no sequence is "
-            f"running when the weights are updated"
-        )
+        refuse(f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more")
     if ahead and args.vllm_sleep != "off":
-        refuse(
-            f"--vllm_sleep {args.vllm_sleep} with --async_steps {args.async_steps}: it discards the sequences that "
-            f"--async_steps keeps running during an update; pass one of them"
-        )
+        refuse("--vllm_sleep would discard the sequences that --async_steps keeps running; pass one of them")
     if ahead and args.dataset_filter is not None:
-        refuse(
-            "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
-            "applied; pass one of them"
-        )
+        refuse("--dataset_filter cannot filter prompts that --async_steps has drawn already; pass one of them")
 
 
 def check_launcher(args: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from runtime.arguments.values import ChatTemplate, Goal, ModelName, config_overrides, eval_sampling, sources
+from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, eval_sampling, sources, stop_at
 from runtime.system import user_files
 from runtime.system.process import json_object
 
@@ -256,7 +257,7 @@ class RunFlags:
     reward_model = cached_property(lambda args: ModelName.parse(args.reward_model_name_or_path or ""))
     config_overrides = cached_property(lambda args: config_overrides(args.override_config))
     engine_args = cached_property(lambda args: engine_args(args.vllm_args))
-    goal = cached_property(lambda args: Goal.parse(args.stop_at))
+    goal = cached_property(lambda args: stop_at(args.stop_at))
     eval_settings = cached_property(lambda args: eval_sampling(args.eval_sampling))
     template = cached_property(lambda args: ChatTemplate.parse(args.chat_template))
     sources = cached_property(lambda args: sources(str(args.dataset), "--dataset"))
@@ -271,6 +272,11 @@ class RunFlags:
         """Return True if ``--eval_every`` asks for an evaluation after this step; step 0 is before training."""
         every, first = self.evaluated
         return step >= first and (step == 0 or (every > 0 and step % every == 0))
+
+    def reaches_goal(self, evaluation: dict[str, Any]) -> bool:
+        """Return True if a record of eval.jsonl, of a step of training, reaches ``--stop_at``."""
+        name, value = self.goal or ("step", math.inf)
+        return evaluation["step"] > 0 and evaluation.get(name, -math.inf) >= value
 
     @property
     def engine_length(self) -> int:

@@ -7,6 +7,7 @@ a run with exit code 2 before anything is loaded. The run's name and identity co
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,30 +123,17 @@ def eval_sampling(text: str | None) -> dict[str, Any]:
     return {"temperature": 1.0} | found
 
 
-class Goal(NamedTuple):
-    """The metric of an evaluation that ends the run when it is this large."""
+GOALS = ("eval/pass@1", "eval/pass@k", "eval/majority@k", "eval/reward_mean")  # metrics of --stop_at
 
-    name: str
-    value: float
 
-    @classmethod
-    def parse(cls, text: str | None) -> Goal | None:
-        """Read ``--stop_at``; None if it is not set. Exits with code 2 for an unknown metric, or for no number."""
-        if text is None:
-            return None
-        name, _, value = text.partition("=")
-        names = [f"eval/{metric}" for metric in ("pass@1", "pass@k", "majority@k", "reward_mean")]
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if name not in names or not math.isfinite(number):
-            refuse(f"--stop_at {on_a_line(text)}: pass NAME=NUMBER with a NAME of {', '.join(names)}")
-        return cls(name, number)
-
-    def is_reached(self, evaluation: dict[str, Any]) -> bool:
-        """Return True for a record of eval.jsonl, after a step of training, that reaches the goal."""
-        return evaluation["step"] > 0 and evaluation.get(self.name, -math.inf) >= self.value
+def stop_at(text: str | None) -> tuple[str, float] | None:
+    """Return the metric and the value of ``--stop_at``. Exits with code 2 for another metric, or for no number."""
+    if text is None:
+        return None
+    name, _, value = text.partition("=")
+    if name not in GOALS or not re.fullmatch(r"-?\d*\.?\d+", value):
+        refuse(f"--stop_at {on_a_line(text)}: pass NAME=NUMBER with a NAME of {', '.join(GOALS)}")
+    return name, float(value)
 
 
 def is_dropout(name: str, value: object) -> bool:

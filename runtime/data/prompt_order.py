@@ -23,7 +23,12 @@ def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
     return order
 
 
-def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[int]:
+def prompts_at(
+    position: int,
+    count: int,
+    num_problems: int,
+    seed: int,
+) -> list[int]:
     """Return the indices of ``count`` problems from number ``position`` of the run on: a pure function of a counter.
 
     Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.
@@ -95,7 +100,12 @@ def nothing_scored(samples: list[Sample]) -> bool:
     return bool(scores) and max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
 
 
-def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
+def replace_groups(
+    batch: list[Problem],
+    samples: list[Sample],
+    more: list[Problem],
+    new: list[Sample],
+) -> None:
     """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.

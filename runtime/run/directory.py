@@ -214,7 +214,7 @@ def unfinished(folder: Path, args) -> str:
     steps = total_steps(args, config.get("problems", 0))
     reached = last_step(folder / "metrics.jsonl")
     ends = [record for record in records(folder / "eval.jsonl") if record.get("step") == reached]
-    if args.goal is not None and any(map(args.goal.is_reached, ends)):
+    if any(map(args.reaches_goal, ends)):
         steps = reached
     if reached < steps:
         return f"is at step {max(reached, 0)} of {steps}"

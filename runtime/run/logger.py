@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from runtime.arguments.flags import OPEN, is_open
-from runtime.data.prompt_order import nothing_scored
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, last_step, left_by_a_run
@@ -32,7 +31,6 @@ from runtime.training.memory import GIB, Sizes
 from runtime.training.model_files import Model
 
 SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
-ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
 
 # ------------------------------------------------------------------------------------------------ before the first step
 
@@ -113,20 +111,6 @@ def memory_lines(args, model: Model, setting: memory.Setting, sizes: Sizes) -> l
 
 
 # ------------------------------------------------------------------------------------------------------------- a step
-
-
-def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
-    """Explain a run that scored nothing for ``steps`` steps: two responses, what was extracted and expected."""
-    lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
-    for s in samples[:: max(1, len(samples) - 1)][:2]:
-        problem = problems[s.prompt_id]
-        lines += [
-            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
-            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
-            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
-            f"  expected   {problem.truth[:200]!r}",
-        ]
-    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
 
 
 # Label on the console, name of the metric, format.
@@ -234,7 +218,6 @@ class RunLog:
         self.trackers: dict[str, Any] = {}  # by the names that --track has for them
         self.wandb_id = None
         self.goal_reached = False  # an evaluation has reached --stop_at
-        self.zero_steps = 0  # in a row, without a score above 0
         self.first = 0  # the step after which the run resumed
         # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
         self.scores: dict[int, float | None] = {}
@@ -323,10 +306,9 @@ class RunLog:
         rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
         self.scores[result["step"]] = result.get(rated_by)
         print_on_rank_0(eval_line(result))
-        goal = self.args.goal
-        if goal is not None and goal.is_reached(result):
-            self.goal_reached = True
-            print_on_rank_0(f"stopping   {goal.name} {result[goal.name]:.3f} has reached --stop_at {goal.value:g}")
+        self.goal_reached = self.args.reaches_goal(result)
+        if self.goal_reached:
+            print_on_rank_0(f"stopping   {self.args.goal[0]} has reached --stop_at {self.args.goal[1]:g}")
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
         """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
@@ -337,9 +319,6 @@ class RunLog:
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
-        self.zero_steps = self.zero_steps + 1 if nothing_scored(samples) else 0
-        if self.zero_steps > 0 and self.zero_steps % ZERO_STEPS == 0:
-            print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
         self.step_seconds.append(metrics["time/step"])
         seconds = np.mean(self.step_seconds[1:] or self.step_seconds)  # the first step is slower than the others
         remaining = seconds * (self.total - step)

@@ -504,23 +504,6 @@ def test_code_without_namespaces(tmp_path, capsys, refused, monkeypatch):
     assert capsys.readouterr().out.count("no sandbox") == 1
 
 
-def test_zeros_are_explained(tmp_path, capsys):
-    training, _ = from_file(tmp_path, rows())
-    samples, args = make_samples(), Args(output_dir=str(tmp_path))
-    for s in samples:
-        s.response, s.extracted = "It is 77", "77"
-    log = logger.RunLog(tmp_path / "run", args, 1, 20, True)
-    for step in range(1, 19):
-        for place, s in enumerate(samples):
-            s.score = 1.0 if step == 7 else -1.0 if step > 8 else 0.0
-            s.score -= place * (step > 12)  # a reward model's: below 0, and not alike
-        log.step(STEP | {"step": step, "completions/length_mean": 1.0}, samples, training)
-        said = capsys.readouterr().out
-        assert ("no score of the last 5 steps is above 0" in said) == (step in (5, 12)), step
-        if step in (5, 12):
-            assert said.count("'77' by last_number, status ok") == 2 and repr(training[0].truth) in said
-
-
 def test_starter_code_follows_the_prompt_once():
     """Whatever the form of the tests: it names the function that they call."""
     row = {"starter_code": "def add(a, b):", "tests": "[]"}
