@@ -771,7 +771,7 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, phases: utils.St
         with phases("generate"):
             for own, sample in engine.arrivals(batch):
                 # 3 score: at once, in another process, while the engine decodes the rest
-                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
+                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id], own.step))
         with phases("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
@@ -820,7 +820,8 @@ def evaluate(
     with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), phases)
-    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]})
+    metrics = utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]}
+    log.evaluation(metrics, samples, problems)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main

@@ -94,13 +94,14 @@ def setup_run(args, ready: tuple) -> Run:
     saving.adopt_template(tokenizer, args, problems)
     facts = identity.facts(args, directory.data_digest(problems, eval_problems))
     chosen = choices.choose(args, device, dtype, attention, facts)
+    args.steps = flags.total_steps(args, len(problems))
     run = Run(
         folder=folder,
         start=start,
         problems=problems,
         eval_problems=eval_problems,
         tokenizer=tokenizer,
-        total_steps=flags.total_steps(args, len(problems)),
+        total_steps=args.steps,
         rank=process.rank(),
         world_size=process.world_size(),
         device=device,

@@ -116,6 +116,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]
         args.adapter = Path(args.model_name_or_path)  # of a run of variants/lora.patch, for its own engine
         args.tokenizer_name_or_path = args.tokenizer_name_or_path or args.model_name_or_path
         args.model_name_or_path = config["args"]["model_name_or_path"]
+    args.steps = 1 if given.run is None else flags.total_steps(args, config.get("problems", 0))
     args.recorded_choices = config.get("resolved", {})  # the run's dtype, also on a machine that would choose another
     if given.run is not None:
         check_code(given.run, config, defaults, given.accept_changed_code)

@@ -160,10 +160,8 @@ def check_training(args: RunFlags) -> None:
     if len(lengths) > 1:
         refuse(f"{' and '.join(f'--{name}' for name in lengths)} both set the length of the run; pass one of them")
     if args.micro_batch_tokens is not None and args.micro_batch_tokens < longest:
-        refuse(
-            f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: --max_prompt_length "
-            f"{args.max_prompt_length} + --max_response_length {args.max_response_length} = {longest}"
-        )
+        tokens = args.micro_batch_tokens
+        refuse(f"--micro_batch_tokens {tokens}: prompt and response may have {longest} tokens; use at least as many")
     if args.ignore_eos and args.mask_truncated_completions:
         refuse(
             "--ignore_eos truncates every response, which is then not trained on: add --no-mask_truncated_completions"
@@ -191,16 +189,16 @@ def check_kl(args: Any) -> None:
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = args.kl_coefficients
     if not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"):
-        refuse("--kl_reward_coef and --kl_reward_estimator need --kl_placement reward or both")
+        place = args.kl_placement
+        refuse(f"--kl_reward_coef and --kl_reward_estimator: --kl_placement is {place}; use reward or both")
     if args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None:
-        refuse("--beta and --kl_reward_coef are one coefficient with --kl_placement reward; pass one, or use both")
+        refuse(
+            "--beta and --kl_reward_coef: --kl_placement reward has one coefficient; pass one, or --kl_placement both"
+        )
     target, horizon = target_and_horizon(args) if args.kl_target is not None else (math.inf, math.inf)
     if args.kl_target is not None and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
-        refuse(
-            f"--kl_target adjusts the KL coefficient in the {'reward' if in_reward else 'loss'}; it needs "
-            f"--{'kl_reward_coef or --' if in_reward else ''}beta, TARGET and HORIZON above 0, and a "
-            f"--kl_placement other than none"
-        )
+        name = "kl_reward_coef or --beta" if in_reward else "beta"
+        refuse(f"--kl_target needs --{name}, TARGET and HORIZON above 0, and a --kl_placement other than none")
     if 0.2 * samples >= horizon:
         refuse(
             f"--kl_target {target:g} {horizon:g}: HORIZON must be above {0.2 * samples:g}, a fifth of a step's samples"
@@ -252,9 +250,8 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
         )
     if apart and tp > 1 and args.inflight_updates != "off":
         refuse(
-            f"--vllm_tensor_parallel_size {tp} with --vllm_engines {args.vllm_engines} and --inflight_updates "
-            f"{args.inflight_updates}: the ranks of one engine would update their weights at different steps; use "
-            f"--vllm_tensor_parallel_size 1 or --inflight_updates off"
+            f"--vllm_tensor_parallel_size {tp} with --vllm_engines: with --inflight_updates {args.inflight_updates} "
+            f"the ranks of an engine would update their weights at different steps; drop one of the three"
         )
 
 
@@ -264,9 +261,8 @@ def check_asynchrony(args: RunFlags) -> None:
     inflight = args.inflight_updates != "off"
     if args.async_steps > 1 and not inflight:
         refuse(
-            f"--async_steps {args.async_steps} with --inflight_updates off: an engine that updates its weights only "
-            f"between batches is at most one batch ahead, so more steps only make samples staler; use --async_steps "
-            f"1 or --inflight_updates recompute"
+            f"--async_steps {args.async_steps} with --inflight_updates off only makes samples staler than 1 does; use "
+            f"--async_steps 1 or --inflight_updates recompute"
         )
     if inflight and not ahead:
         refuse(f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more")

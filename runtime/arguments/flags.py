@@ -64,6 +64,7 @@ class RunFlags:
     recorded_choices: ClassVar[dict[str, Any]] = {}
     data_digest: ClassVar[str] = ""  # of the rows that were read; ``preflight`` sets it, "" where none were read
     derived: ClassVar[dict[str, tuple[float, str]]] = {}  # values of flags of OPEN that were not given, and why
+    steps: ClassVar[int] = 1  # of the run, whichever flag says how many; known once the data are read
     longest_prompt: ClassVar[int | None] = None  # tokens; None until prompts are rendered, and where they can grow
 
     # ---- run
@@ -95,8 +96,8 @@ class RunFlags:
     dry_run: bool = False
     """Check all settings, print batch sizes, first prompt and KL gradient, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
-    uses the variables WANDB_PROJECT (default exactrl) and WANDB_ENTITY, and works offline if there is no network."""
+    """Also log to wandb, to tensorboard (event files in the run's folder), or to both, with tables of samples. Without
+    a value: wandb, by WANDB_PROJECT (default exactrl) and WANDB_ENTITY, and offline if there is no network."""
     log_samples: int = 4
     """Write this many samples per step to samples.jsonl, and print some of them every 10 steps. 0 disables both."""
 

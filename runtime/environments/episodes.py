@@ -123,8 +123,7 @@ def difference(spec: str, row: dict, first: str | None, again: str | None) -> st
     """Return the error message for a ``reset`` whose text for a row is not the one in the prompt."""
     return (
         f"--environment {spec}: reset is not reproducible: for the row {row} it returned {first!r} for the prompt and "
-        f"then {again!r}. Its text must depend on the row alone: random and numpy.random are seeded by the row; seed "
-        f"other generators by a column of the row"
+        f"then {again!r}. random and numpy.random are seeded by the row; seed other generators by a column of the row"
     )
 
 

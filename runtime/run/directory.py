@@ -7,14 +7,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, difference
@@ -23,6 +21,7 @@ from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
 
+MOST_BYTES = 128  # of a name that follows from the arguments: wandb takes no longer one
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
     *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "verdict.json"),
@@ -61,9 +60,9 @@ def run_name(args, defaults) -> str:
     if args.reward_control != "none":
         begin += f"__reward_control={args.reward_control}"
     ends = (begin, f"seed={args.seed}")
-    room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
-    if texts or len(safe) > 120 or safe != text or len(safe.encode()) > room:
-        beginning = safe[:100].encode()[: room - 9].decode(errors="ignore")
+    room = max(32, MOST_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends))  # a letter may have four bytes
+    if texts or safe != text or len(safe.encode()) > room:
+        beginning = safe.encode()[: room - 9].decode(errors="ignore")
         digest = hashlib.sha256(os.fsencode("__".join([*named, *texts]))).hexdigest()[:8]
         safe = f"{beginning}-{digest}".removeprefix("-")
     return "__".join(filter(None, (ends[0], safe, ends[1])))
@@ -104,8 +103,7 @@ def check_is_a_run(folder: Path, args) -> None:
     if in_the_way and not saved_steps(folder) and not has_config(folder):
         refuse(
             f"{folder} is not the folder of a run (it has no config.json of one), but holds "
-            f"{', '.join(sorted(in_the_way)[:4])}; choose another --run_name or --output_dir, or remove these files "
-            f"yourself"
+            f"{', '.join(sorted(in_the_way)[:4])}; choose another --run_name, or remove these files"
         )
 
 
@@ -163,20 +161,6 @@ def check_writable(args, folder: Path) -> None:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         refuse(f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder")
-
-
-def check_disk(args, folder: Path) -> None:
-    """Reject a disk that has no room for a copy of the given weights: better in the first second than at the end.
-
-    Counts the safetensors of a local model; the size of one on the hub is unknown.
-    """
-    needed = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
-    free = shutil.disk_usage(existing(folder)).free
-    if free < needed:
-        refuse(
-            f"--output_dir {args.output_dir}: {free / 2**20:.0f} MiB free there, but the trained weights alone take "
-            f"{needed / 2**20:.0f}; free some space or choose another folder"
-        )
 
 
 def existing(folder: Path) -> Path:
@@ -355,10 +339,7 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
     """Print which checkpoint is resumed, and what has changed since it was saved."""
     print_on_rank_0(f"resuming after step {state['step']}, from {start}")
     if state["world_size"] != world_size:
-        print_on_rank_0(
-            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is "
-            f"resharded, results are equal up to rounding"
-        )
+        print_on_rank_0(f"  changed: {state['world_size']} rank(s) there, {world_size} here: equal up to rounding")
     _, allowed = changed_arguments(state["args"], args, resolved=True)
     for line in filter(None, [*allowed, difference(state, args)]):
         print_on_rank_0(f"  changed: {line}")

@@ -30,7 +30,8 @@ from runtime.training import memory
 from runtime.training.memory import GIB, Sizes
 from runtime.training.model_files import Model
 
-SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
+SHOW_SAMPLES = 10  # steps from one look at samples, on the console and in the trackers, to the next
+TABLE_ROWS = 32  # most samples of a table in a tracker
 
 # ------------------------------------------------------------------------------------------------ before the first step
 
@@ -66,9 +67,7 @@ def print_header(args, run, chosen) -> None:
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
     if args.reward_control != "none":
-        lines.append(
-            f"CONTROL    --reward_control {args.reward_control}: what is trained on is not the verifier's reward"
-        )
+        lines.append(f"CONTROL    --reward_control {args.reward_control}: not the verifier's reward is trained on")
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
@@ -190,6 +189,15 @@ def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
     }
 
 
+def sample_table(name: str, samples: list[Sample], batch: list[Problem]) -> dict[str, list]:
+    """Return a table for the trackers under its name: at most TABLE_ROWS samples, spread over the batch."""
+    rows = []
+    for s in samples[:: -(-len(samples) // TABLE_ROWS) or 1]:
+        problem = batch[s.prompt_id]
+        rows.append([problem.messages[-1]["content"], s.response, problem.truth, s.reward, s.advantage])
+    return {name: _writable(rows, secret_values())}
+
+
 class RunLog:
     """The files of a run (rank 0 writes, the others are silent), its trackers, and the console.
 
@@ -289,8 +297,8 @@ class RunLog:
             print_on_rank_0(f"warning: {name} failed ({type(error).__name__}: {error}); no more tracking by it")
             self.trackers.pop(name, None)
 
-    def write(self, file: str, record: dict[str, Any]) -> None:
-        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
+    def write(self, file: str, record: dict[str, Any], table: dict[str, list] | None = None) -> None:
+        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl). ``table``: for the trackers."""
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
@@ -298,11 +306,11 @@ class RunLog:
         if file in ("metrics.jsonl", "eval.jsonl"):
             numbers = {k: v for k, v in record.items() if k != "step" and not isinstance(v, list)}
             for name, tracker in tuple(self.trackers.items()):
-                self._track(name, partial(tracker.log, numbers, step=record["step"]))
+                self._track(name, partial(tracker.log, numbers | (table or {}), step=record["step"]))
 
-    def evaluation(self, result: dict[str, Any]) -> None:
-        """Write one evaluation to eval.jsonl and the console."""
-        self.write("eval.jsonl", result)
+    def evaluation(self, result: dict[str, Any], samples: list[Sample], problems: list[Problem]) -> None:
+        """Write one evaluation to eval.jsonl and the console, and its samples to the trackers."""
+        self.write("eval.jsonl", result, sample_table("samples/eval", samples, problems))
         rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
         self.scores[result["step"]] = result.get(rated_by)
         print_on_rank_0(eval_line(result))
@@ -314,7 +322,8 @@ class RunLog:
         """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
         metrics = {k: v for k, v in metrics.items() if v is not None}
         step = metrics["step"]
-        self.write("metrics.jsonl", metrics)
+        is_shown = step == 1 or step % SHOW_SAMPLES == 0
+        self.write("metrics.jsonl", metrics, sample_table("samples/train", samples, batch) if is_shown else {})
         every = max(1, len(samples) // max(1, self.args.log_samples))
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
@@ -323,7 +332,7 @@ class RunLog:
         seconds = np.mean(self.step_seconds[1:] or self.step_seconds)  # the first step is slower than the others
         remaining = seconds * (self.total - step)
         print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
-        if step == 1 or step % SHOW_SAMPLES == 0:
+        if is_shown:
             for s in shown:
                 problem = batch[s.prompt_id]
                 print_on_rank_0(
@@ -335,16 +344,9 @@ class RunLog:
     def check_skips(self, skips, samples: list[Sample]) -> None:
         """End the run once ten optimizer steps in a row, of the policy or the critic, were not applied."""
         if max(vars(skips).values()) >= 10:
-            self.dump("bad_batch.jsonl", samples)
-            raise RuntimeError(
-                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
-                f"{self.folder / 'bad_batch.jsonl'}"
-            )
-
-    def dump(self, file: str, samples: list[Sample]) -> None:
-        """Write all samples of a batch, whole, for a look at what went wrong."""
-        for sample in samples:
-            self.write(file, {"step": -1, **dataclasses.asdict(sample)})
+            for sample in samples:
+                self.write("bad_batch.jsonl", {"step": -1, **dataclasses.asdict(sample)})
+            raise RuntimeError("loss or gradient not finite in ten optimizer steps in a row: see bad_batch.jsonl")
 
     def end(self) -> None:
         """Write and print the verdict of a finished run: whether it has learned.

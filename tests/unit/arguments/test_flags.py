@@ -142,7 +142,7 @@ CASES = {
     ),
     "episodes below a step": (
         {"total_episodes": 63},
-        ["--total_episodes 63", "64", "--num_samples_per_prompt_rollout 8"],
+        ["--total_episodes 63", "the 64 samples of one step"],
     ),
     "an empty stop string": ({"stop_strings": ("a", "")}, ["--stop_strings: is empty (an unset shell variable?)"]),
     "no epoch": ({"total_epochs": 0}, ["--total_epochs 0", "above 0"]),
@@ -260,7 +260,7 @@ CASES = {
         for name, setter in checks.VLLM_TAKEN.items()
     },
     "dedicated, hf": ({"vllm_engines": 1, "rollout": "hf"}, ["--vllm_engines needs --rollout vllm"]),
-    "dedicated, asleep": ({"vllm_engines": 1, "vllm_sleep": "engine"}, ["--vllm_engines 1", "drop --vllm_sleep"]),
+    "dedicated, asleep": ({"vllm_engines": 1, "vllm_sleep": "engine"}, ["--vllm_engines", "drop one"]),
     "no trainer": ({"vllm_engines": 1}, ["--vllm_engines 1", "--num_processes 2"]),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
     "flash attention, shared rows": (
@@ -282,7 +282,7 @@ CASES = {
     ),
     "sleep ahead of training": (
         {"vllm_sleep": "all", "async_steps": 1, "rollout": "hf"},
-        ["--vllm_sleep all", "--async_steps", "one of them"],
+        ["--vllm_sleep", "--async_steps", "one of them"],
     ),
     "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "not 2"]),
     # verifiers
@@ -310,7 +310,7 @@ CASES = {
         {"kl_target": (6.0,), "beta": 0.1, "kl_placement": "none"},
         ["--kl_target", "--kl_placement"],
     ),
-    "adaptive, short horizon": ({"kl_target": (6.0, 12.0), "beta": 0.1}, ["--kl_target 6 12", "64 samples"]),
+    "adaptive, short horizon": ({"kl_target": (6.0, 12.0), "beta": 0.1}, ["--kl_target 6 12", "above 12.8"]),
     "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
     "estimator of no reward": (
         {"kl_reward_estimator": "k2", "kl_placement": "none"},
@@ -318,7 +318,7 @@ CASES = {
     ),
     "two coefficients in one place": (
         {"beta": 0.1, "kl_reward_coef": 0.2, "kl_placement": "reward"},
-        ["--beta 0.1", "--kl_reward_coef 0.2", "--kl_placement both"],
+        ["--beta", "--kl_reward_coef", "--kl_placement reward", "pass one"],
     ),
     "adaptive, reward's coefficient zero": (
         {"kl_target": (6.0,), "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},

@@ -392,7 +392,7 @@ def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
     scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, logger.RunLog.evaluation
     monkeypatch.setattr(
-        logger.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]})
+        logger.RunLog, "evaluation", lambda self, r, *more: plain(self, r | {"eval/pass@1": scores[r["step"]]}, *more)
     )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
     run_here(args)
