@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import difflib
 import importlib.util
-import itertools
 import math
 import os
 import re
@@ -29,7 +28,6 @@ NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 def check(args: RunFlags, world_size: int) -> None:
     """Reject settings that no script supports or that would be ignored. Loads no model, writes nothing."""
-    check_launch(world_size)
     check_launcher(args)
     check_places(args)
     check_words(args)
@@ -222,7 +220,7 @@ def check_engine(args: RunFlags, world_size: int) -> None:
     if args.dtype == "float32" and without_mask:
         refuse("--dtype float32: flash attention does not support float32; use bfloat16 or --attn_implementation sdpa")
     if "param" in args.offload and args.zero_stage != 3:
-        refuse(f"--offload param needs --zero_stage 3, not {args.zero_stage}")
+        refuse(f"--offload param needs --zero_stage 3: stage {args.zero_stage} has all parameters on every rank")
     if args.vllm_sleep == "all" and args.zero_stage != 2:
         refuse(f"--vllm_sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
     for name, otherwise in NEEDS_VLLM.items():
@@ -290,21 +288,3 @@ def check_launcher(args: Any) -> None:
                 f"accelerate's configuration sets {name.removeprefix('deepspeed_')} to {theirs}, which has no effect: "
                 f"leave it out there, and see --{flag}"
             )
-
-
-def check_launch(world_size: int) -> None:
-    """Reject a launch with --num_processes above 1 that started a single process.
-
-    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
-    DeepSpeed is named; only the parent's command line still has the requested number.
-    """
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:
-        return
-    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
-    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
-        refuse(
-            f"--num_processes {wanted[-1]} was requested, but only one process was started: launch with "
-            f"--use_deepspeed or --config_file scripts/zero2.yaml"
-        )

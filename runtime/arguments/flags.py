@@ -344,7 +344,9 @@ def spelled_out(words: list[str]) -> list[str]:
     """Return the command line with --track wandb for --track without a value, and with dtypes by torch's names."""
     found = []
     for before, word, following in zip(["", *words], words, [*words[1:], "--"], strict=False):
-        found.append(DTYPES.get(word, word) if before == "--dtype" else word)
+        flag, mark, value = word.rpartition("=")
+        is_dtype = "--dtype" in (before, flag)
+        found.append(f"{flag}{mark}{DTYPES.get(value, value)}" if is_dtype else word)
         found += ["wandb"] if word == "--track" and following.startswith("-") else []
     return found
 

@@ -101,11 +101,12 @@ def check(args) -> None:
     """Reject an --environment that cannot work; one with a reward of its own becomes the default verifier."""
     for flag, wrong, why in (
         ("rollout hf", args.rollout == "hf", "only vLLM's thread has turns"),
-        ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size > 1, "each rank of an engine would play alone"),
+        ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size > 1, "each of its ranks would play by itself"),
         ("ignore_eos", args.ignore_eos, "no turn would end"),
     ):
         if wrong:
-            refuse(f"--environment with --{flag}: {why}; leave one of them out")
+            more = "; --vllm_sleep engine makes room, too" if flag.startswith("vllm") else ""
+            refuse(f"--environment with --{flag}: {why}; leave one of them out{more}")
     raise_file_limit()  # each episode has two open files
     found = describe_class(args.environment)
     if found["has_reward"] and not args.verifier:

@@ -255,9 +255,18 @@ def taken(method: Callable, row: dict) -> dict:
     return {name: value for name, value in row.items() if name in parameters}
 
 
+KINDS = {int: int, float: (int, float), str: str, bool: bool, list: list, dict: dict}
+
+
 def check_arguments(method: Callable, arguments: dict) -> None:
-    """Raise TypeError where a call's arguments are not those of the method, by name."""
-    inspect.signature(method).bind(**arguments)
+    """Raise TypeError where a call's arguments are not those of the method, by its names and its plain type hints."""
+    signature = inspect.signature(method, eval_str=True)
+    signature.bind(**arguments)
+    for name, value in arguments.items():
+        hint = signature.parameters[name].annotation if name in signature.parameters else None
+        wanted = KINDS.get(hint) if inspect.isclass(hint) else None
+        if wanted is not None and (not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool)):
+            raise TypeError(f"{name} must be {hint.__name__}, not {type(value).__name__}")
 
 
 def describe_error(error: BaseException) -> str:

@@ -284,7 +284,7 @@ CASES = {
         {"vllm_sleep": "all", "async_steps": 1, "rollout": "hf"},
         ["--vllm_sleep", "--async_steps", "one of them"],
     ),
-    "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "not 2"]),
+    "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "stage 2 has all"]),
     # verifiers
     "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
     "no reward model to be alone": ({"verifier": "reward_model"}, ["give --reward_model_name_or_path"]),
@@ -700,7 +700,10 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
 
 
 def test_short_names_of_dtypes():
-    assert [flags.parse(Args, words=["--dtype", name]).dtype for name in ("bf16", "fp16")] == ["bfloat16", "float16"]
+    for short, name in {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.items():
+        assert flags.parse(Args, words=["--dtype", short]).dtype == name
+        assert flags.parse(Args, words=[f"--dtype={short}", "--exp_name", short]).dtype == name
+    assert flags.parse(Args, words=["--dtype=fp32", "--exp_name", "bf16", "--run_name=fp16"]).exp_name == "bf16"
 
 
 @pytest.mark.parametrize("line", [

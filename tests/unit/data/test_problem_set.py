@@ -311,6 +311,7 @@ def test_every_field_is_read(script):
         "engine_length",
         "evaluated",
         "evaluates",
+        "reaches_goal",
         "derived",
         "data_digest",
         "get",  # of a table of values

@@ -231,6 +231,8 @@ MALFORMED = {
     '<tool_call>{"name": "reset", "arguments": {}}</tool_call>': "no tool 'reset'; there are: add, fail, later, words",
     "<tool_call>{}": "without </tool_call>",
     call("add"): "missing a required argument: 'number'",
+    call("add", number="2"): "number must be int, not str",
+    call("add", number=True): "number must be int, not bool",
     call("add", number=2, more=3): "unexpected keyword argument 'more'",
 }
 

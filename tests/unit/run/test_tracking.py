@@ -6,12 +6,13 @@ import json
 import math
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import SMALL, go_back, interrupted, make_samples, read_jsonl, run_here, tiny_args
+from helpers import SMALL, go_back, interrupted, make_samples, read_jsonl, run_here, tiny_args, until
 
 from grpo import Args
 from runtime.arguments import flags
@@ -106,6 +107,25 @@ def tables(folder: Path) -> dict[str, dict[int, list[list[str]]]]:
     return found
 
 
+def wandb_records(path: Path) -> Iterator:
+    """The records of an offline run: a log in LevelDB's form, in blocks of 32 KiB, after a header of seven bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    content = path.read_bytes()
+    place, record = 7, b""
+    while place + 7 <= len(content):
+        room = 32768 - place % 32768
+        if room < 7:
+            place += room
+            continue
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        place += 7 + length
+        record += content[place - length : place]
+        if kind in (1, 4):  # a record, or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
 def test_a_table_of_samples_in_event_files(tmp_path):
     tracker = tracking.TensorBoard(tmp_path, 0)
     tracker.log({"reward/mean": 0.5, "samples/train": ROWS}, step=3)
@@ -116,23 +136,19 @@ def test_a_table_of_samples_in_event_files(tmp_path):
 
 @pytest.mark.integration
 def test_a_table_of_samples_in_wandb_s_offline_files(tmp_path, monkeypatch):
-    """Read back by wandb's own reader of its log, which names the file of the table."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
+    """The log of the run, which wandb's own class of records reads, names the file of the table."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = tracking.start_wandb(tmp_path, {"wandb_id": "abc", "command": ["grpo.py"]})
     tracker.log({"reward/mean": 0.5, "samples/train": ROWS}, step=3)
     tracker.finish()
     (log,) = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
-    reader = DataStore()
-    reader.open_for_scan(str(log))
+    until(lambda: any(record.HasField("exit") for record in wandb_records(log)))  # written by another process
     logged = {}
-    while (data := reader.scan_data()) is not None:
-        for item in Record.FromString(data).history.item:
+    for record in wandb_records(log):
+        for item in record.history.item:
             logged[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    assert logged["reward/mean"] == 0.5 and logged["samples/train"]["_type"] == "table-file"
-    table = json.loads((log.parent / "files" / logged["samples/train"]["path"]).read_text())
+    assert logged["reward/mean"] == 0.5 and logged["samples/train/_type"] == "table-file"
+    table = json.loads((log.parent / "files" / logged["samples/train/path"]).read_text())
     assert table == {"columns": list(tracking.COLUMNS), "data": ROWS}
 
 
