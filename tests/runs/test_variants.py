@@ -228,7 +228,7 @@ def test_maxrl_learns_from_no_reward_below_0(modules):
 NEGATIVE = "MaxRL divides by their mean"
 SAMPLED = "the KL of sampled tokens is the loss"
 OVER_THE_VOCABULARY = "--divergence is the loss, no reward"
-ADAPTERS = "only adapters are pushed"
+ADAPTERS = "adapters alone are pushed"
 REFUSED = [
     ("maxrl", {"non_stop_penalty": 0.5}, f"give rewards down to -0.5: {NEGATIVE}"),
     ("maxrl", {"overlong_buffer": 4}, f"give rewards down to -1: {NEGATIVE}"),
@@ -248,8 +248,7 @@ REFUSED = [
     ("dppo", {"importance_sampling_mask": (0.5, 5.0)}, "--importance_sampling_mask: DPPO masks by --max_probability"),
     ("lora", {"rollout": "hf"}, ADAPTERS),
     ("lora", {"zero_stage": 3}, ADAPTERS),
-    ("lora", {"vllm_sleep": "engine"}, ADAPTERS),
-    ("lora", {"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
+    ("lora", {"ref_policy_update": (1, 1.0), "beta": 0.1}, ADAPTERS),
 ]
 
 

@@ -312,6 +312,7 @@ def test_every_field_is_read(script):
         "evaluated",
         "evaluates",
         "reaches_goal",
+        "steps",
         "derived",
         "data_digest",
         "get",  # of a table of values
