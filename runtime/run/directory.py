@@ -137,10 +137,7 @@ def check_earlier_run(folder: Path, args) -> None:
     if args.resume != "auto" or unfinished(folder, args):
         return
     if changed := difference(config, args):
-        refuse(
-            f"{folder} is finished, but {changed}. To train with what is there now choose another --exp_name or "
-            f"--run_name, or --overwrite to replace the old run"
-        )
+        refuse(f"{folder} is finished, but {changed}; choose another --exp_name, or --overwrite to replace it")
     print_on_rank_0(f"{folder} is finished; --overwrite replaces it, --seed or --exp_name start another")
     raise SystemExit(0)
 
@@ -292,10 +289,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             break
         print_on_rank_0(f"skipping {checkpoint}: {wrong}")
     if steps and start is None:
-        refuse(
-            f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
-            f"this run's work; --run_name starts another next to it"
-        )
+        refuse(f"{folder}: no checkpoint is intact (see above); restore one from a copy, or pass --overwrite")
     return start
 
 
@@ -324,8 +318,8 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     data = state.get("inputs", {}).get("--dataset")
     if data and args.data_digest and data != args.data_digest:  # also with --resume CHECKPOINT
         refuse(
-            f"{start}: --dataset or --eval_dataset has other rows than before, and with them another order of the "
-            f"problems and other held-out ones: restore it, or start another run (--run_name, --exp_name)"
+            f"{start}: --dataset or --eval_dataset has other rows than before: restore it, or start another run "
+            f"(--run_name, --exp_name)"
         )
     changed = difference(state, args)
     if changed and args.resume == "auto":

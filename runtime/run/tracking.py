@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,7 @@ def start_wandb(folder: Path, config: dict[str, Any]) -> Wandb | None:
 
     if "weave" not in sys.modules:  # wandb would advertise it, because vLLM imports openai
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-    name = folder.name if len(folder.name) <= 128 else f"{folder.name[:119]}-{zlib.crc32(folder.name.encode()):08x}"
-    options = {"project": os.environ.get("WANDB_PROJECT", "exactrl"), "name": name}
+    options = {"project": os.environ.get("WANDB_PROJECT", "exactrl"), "name": folder.name[:128]}
     options |= {"config": config, "dir": str(folder), "id": config["wandb_id"], "resume": "allow"}
     # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
     # commit is in config. It would also ask a terminal for a key, and wait for the answer.
