@@ -48,7 +48,10 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process, user_files
 from runtime.training import model_files
 
-CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
+CRITIC_ARGS = (
+    *("gae_lambda", "gradient_checkpointing", "lr_scheduler_type", "max_grad_norm", "model_name_or_path"),
+    *("num_epochs", "num_mini_batches", "warmup_steps", "weight_decay"),
+)
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 KLInLoss = Literal[
@@ -150,7 +153,8 @@ class Args(flags.RunFlags):
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
     """NAME=VALUE: use this setting for the critic, not the policy's. Names: model_name_or_path (same vocabulary; a
-    value or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
+    value or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs,
+    num_mini_batches, gradient_checkpointing (true, false), gae_lambda (of the returns that it learns; VAPO: 1)."""
     value_clip: float | None = 0.5
     """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0
@@ -233,9 +237,10 @@ def settings_of_critic(args: Args) -> Args:
             process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_ARGS)}")
         kind = type(getattr(Args, name))
         try:
-            changes[name] = kind(value)
-        except ValueError:
-            process.refuse(f"--critic {word}: {value!r} is not a {'whole number' if kind is int else 'number'}")
+            changes[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (ValueError, KeyError):
+            wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            process.refuse(f"--critic {word}: {value!r} is not {wanted}")
         if kind is not str and not 0 <= changes[name] < math.inf:
             process.refuse(f"--critic {word}: must be 0 or more")
     if "model_name_or_path" in changes:
@@ -243,8 +248,10 @@ def settings_of_critic(args: Args) -> Args:
     found = replace(args, **changes)
     if found.lr_scheduler_type not in SCHEDULES:
         process.refuse(f"--critic lr_scheduler_type={found.lr_scheduler_type}: give one of {', '.join(SCHEDULES)}")
-    if found.num_epochs == 0:
-        process.refuse("--critic num_epochs=0: must be above 0")
+    if 0 in (found.num_epochs, found.num_mini_batches):
+        process.refuse("--critic: num_epochs and num_mini_batches must be above 0")
+    if found.gae_lambda > 1 or found.num_mini_batches > args.num_unique_prompts_rollout:
+        process.refuse("--critic: gae_lambda is at most 1, num_mini_batches at most --num_unique_prompts_rollout")
     checks.check_warmup_steps("--critic warmup_steps=", found.warmup_steps)
     return found
 
@@ -952,6 +959,8 @@ def main(args: Args, ready: Ready | None) -> None:
         after_B = normalizer.denormalize(after_B.double().cpu())
         after_B = torch.where(torch.tensor(bootstrap), after_B, 0.0)
         token_advantages_N, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
+        if critic_args.gae_lambda != args.gae_lambda:  # VAPO, arXiv 2504.05118: targets of the critic with less bias
+            _, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, critic_args.gae_lambda)
         if args.adv_norm == "batch":
             token_advantages_N = whiten(token_advantages_N)
         elif args.adv_norm == "group":
@@ -973,15 +982,15 @@ def main(args: Args, ready: Ready | None) -> None:
         value_totals = Counter()
         groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
         critic_epochs = 0 if critic is None else critic_args.num_epochs
-        critic_updates = critic_epochs * args.num_mini_batches
+        critic_updates = critic_epochs * critic_args.num_mini_batches
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N, kl_value)
         with phases("update"):
             # The critic's optimizer steps come first; they do not affect those of the policy.
-            for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):
-                optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
+            for epoch, mini in itertools.product(range(critic_epochs), range(critic_args.num_mini_batches)):
+                optimizer_step = (step - 1) * critic_updates + epoch * critic_args.num_mini_batches + mini
                 critic_lr = utils.learning_rate(optimizer_step, run.total_steps * critic_updates, critic_args)
                 deepspeed_zero.set_learning_rate(critic, critic_lr)
-                members = utils.mini_batch(groups, step, epoch, mini, args)
+                members = utils.mini_batch(groups, step, epoch, mini, critic_args)
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
                 value_stats = utils.TokenStats(device)
