@@ -100,12 +100,7 @@ def nothing_scored(samples: list[Sample]) -> bool:
     return bool(scores) and max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
 
 
-def replace_groups(
-    batch: list[Problem],
-    samples: list[Sample],
-    more: list[Problem],
-    new: list[Sample],
-) -> None:
+def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
     """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.

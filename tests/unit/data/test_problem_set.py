@@ -521,3 +521,8 @@ def test_starter_code_follows_the_prompt_once():
 def test_a_dotted_key_reads_an_object_that_is_json_text():
     row = {"verification_info": '{"ground_truth": "7"}'}
     assert problem_set.value_of(row, "verification_info.ground_truth") == "7"
+
+
+def test_too_few_problems_of_an_environment_name_the_column_to_add(refused):
+    args = Args(environment="game.py:Game", num_unique_prompts_rollout=8)
+    assert "for example seed" in refused(problem_set.check_enough, [], [], args)
