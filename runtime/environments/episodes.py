@@ -30,7 +30,7 @@ from runtime.engine import turns
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat, with_tools
 from runtime.system import user_files
-from runtime.system.process import on_a_line, refuse
+from runtime.system.process import on_a_line, print_on_rank_0, refuse
 from runtime.system.verifier_pool import MANY
 from runtime.system.workers import Nursery, Worker, code_of_run, raise_file_limit
 
@@ -108,11 +108,14 @@ def check(args) -> None:
             more = "; --vllm_sleep engine makes room, too" if flag.startswith("vllm") else ""
             refuse(f"--environment with --{flag}: {why}; leave one of them out{more}")
     raise_file_limit()  # each episode has two open files
-    found = describe_class(args.environment)
-    if found["has_reward"] and not args.verifier:
-        args.verifier = "environment"
-    if not found["has_reward"] and "environment" in (args.verifier or "").split(","):
-        refuse(f"--verifier environment: {args.environment} has no method get_reward; add one, or choose a verifier")
+    if describe_class(args.environment)["has_reward"]:
+        args.verifier = args.verifier or "environment"
+        return
+    remedy = f"{args.environment} has no method get_reward; add one that returns what TRL's reward functions read"
+    if "environment" in (args.verifier or "").split(","):
+        refuse(f"--verifier environment: {remedy}, or choose a verifier")
+    if not args.verifier:
+        print_on_rank_0(f"--environment {remedy}, or a verifier judges the last turn alone")
 
 
 def seed_of(row: dict) -> int:

@@ -337,6 +337,14 @@ def test_what_is_no_environment_and_settings_that_cannot_work_are_refused(tiny, 
     assert words in refused(episodes.check, dataclasses.replace(arguments(tiny, "Guess"), **changes))
 
 
+def test_a_class_without_a_reward_is_named_at_the_start(tiny, capsys):
+    """As those of TRL are, whose reward functions read attributes of the environments."""
+    args = dataclasses.replace(arguments(tiny, "Tools"), verifier=None)
+    episodes.check(args)
+    said = capsys.readouterr().out
+    assert f"{FILE}:Tools has no method get_reward; add one" in said and args.verifier is None
+
+
 def test_the_prompt_has_the_tools_and_what_reset_says(tiny):
     args = arguments(tiny, "Tools")
     problems = [Problem([{"role": "user", "content": "u"}], "1", "exact", row) for row in ({"hint": " h"}, {})]
