@@ -207,7 +207,6 @@ def test_an_argument_without_effect_is_named(tiny, tmp_path):
     words = ["--by", "kl_estimator", "--y", "reward/mean", "--output", tmp_path / "x.png"]
     out = call(plot, tmp_path, *words)
     assert "note: kl_estimator changed nothing between k1+, k3+: runs are equal bit for bit" in out
-    assert "note" not in call(plot, tmp_path, *words, "--where", "kl_estimator=k1")
 
 
 def test_copies_are_compared_in_every_setting(runs, tmp_path):
@@ -221,22 +220,6 @@ def test_copies_are_compared_in_every_setting(runs, tmp_path):
     assert "note: the runs also differ in learning_rate, which --by now includes" in out
     rows = re.findall(r"^\| (\w+) \| (0\.\d+) \| (\d+) \|", out, flags=re.MULTILINE)
     assert sorted(rows) == [(name, rate, "2") for name in ("grpo", "mine") for rate in ("0.001", "0.01")]
-    assert "the runs also differ" not in call(plot, *folders, *words, "--where", "learning_rate=0.01")
-
-
-@pytest.mark.integration
-def test_a_table_of_runs_is_drawn_as_their_folders(runs, tmp_path):
-    """The same file each time, without the places of this machine; the same picture's table."""
-    table = tmp_path / "table.jsonl.gz"
-    contents = set()
-    for _ in "ab":
-        call(plot, runs, "--save", table)
-        contents.add(table.read_bytes())
-    assert len(contents) == 1 and "output_dir" not in plot.load_table(table)[0].args
-    words = ["--by", "learning_rate", "--output", tmp_path / "x.png"]
-    assert call(plot, table, *words) == call(plot, runs, *words)
-    (tmp_path / "other.gz").write_text("no table")
-    assert "not a table of runs" in call(plot, tmp_path / "other.gz", *words, ok=False)
 
 
 @pytest.mark.integration
@@ -278,8 +261,6 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
         (["--by", "nonsense", "--output", "x.png"], "nonsense: no such argument"),
         (["--x", "nonsense", "--output", "x.png"], "nonsense: no such argument"),
         (["--y", "nonsense", "--output", "x.png"], "--y nonsense: not logged"),
-        (["--where", "seed", "--output", "x.png"], "write NAME=VALUE"),
-        (["--where", "seed=7", "--output", "x.png"], "--seed is 1, 2"),
         (["--by", "learning_rate", "--output", "x.nope"], "the suffix must be .png, .svg or .pdf"),
     ],
 )
