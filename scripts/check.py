@@ -34,33 +34,16 @@ PARTS = (1, 2, 3, 4, 5, 6)
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the options of this program and the flags of the script."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("script", type=Path, help="a copy of grpo.py, ppo.py or a file of variants/ that stands alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON to this file")
+    parser.add_argument("--parts", type=int, nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument(
-        "script",
-        type=Path,
-        help="a copy of grpo.py, ppo.py, variants/grpo_min.py or variants/ppo_min.py",
+        "--brief",
+        action="store_true",
+        help="print only notes and failures",
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the report as JSON to this file",
-    )
-    parser.add_argument(
-        "--parts",
-        type=int,
-        nargs="+",
-        choices=PARTS,
-        default=PARTS,
-        help="default: all",
-    )
-    parser.add_argument("--brief", action="store_true", help="print only notes and failures")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument(
-        "--lanes",
-        type=int,
-        default=min(2, cores),
-        help="runs side by side (default: %(default)s)",
-    )
+    parser.add_argument("--lanes", type=int, default=min(2, cores), help="runs side by side (default: %(default)s)")
     return parser.parse_known_args(words)
 
 
