@@ -175,12 +175,14 @@ def train_policy(args, words: list[str], minutes: float) -> tuple[float, str]:
         command = [sys.executable, str(PROJECT / "grpo.py"), *TRAINING.split(), "--output_dir", folder]
         command += ["--model_name_or_path", str(MODEL), *words, "--verifier", args.verifier]
         run = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        files = Path(folder) / "policy"
+        while run.poll() is None and not read(files / "metrics.jsonl"):
+            time.sleep(0.5)  # the models load
         try:
             run.wait(60 * minutes)
         except subprocess.TimeoutExpired:
             run.terminate()
             run.wait()
-        files = Path(folder) / "policy"
         metrics = read(files / "metrics.jsonl")
         samples = read(files / "samples.jsonl")
         log.seek(0)

@@ -273,7 +273,7 @@ def data():
         found["programs"].append({"prompt": asked, "tests": tests, "code": program})
         found["countdown"].append({"nums": [a, b, c], "target": a * b - c})
         kinds = ["keywords:existence", "length_constraints:number_words"]
-        options = [{"keywords": [city, "harbor"]}, {"num_words": a + b, "relation": "at least"}]
-        asked = f"Describe {city} with the word harbor in at least {a + b} words."
+        options = [{"keywords": [city, "harbor"]}, {"num_words": 100 + a, "relation": "at least"}]
+        asked = f"Describe {city} with the word harbor in at least {100 + a} words."
         found["ifeval"].append({"prompt": asked, "instruction_id_list": kinds, "kwargs": options})
     return found

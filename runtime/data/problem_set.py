@@ -258,8 +258,7 @@ def _with_text_parts(message: Any) -> Any:
     return message | {"content": "".join(str(part.get("text") or "") for part in parts)}
 
 
-# Columns of verl, MMMU and MathVista, and places in a prompt.
-PICTURES = re.compile(r"(?:decoded_)?images?(?:_?[0-9]+|_paths?|_urls?)?|videos|audios")
+PICTURES = re.compile(r"(?:decoded_)?images?(?:_?[0-9]+|_paths?|_urls?)?|videos|audios")  # columns of verl, MMMU
 PICTURE_TAG = re.compile(r"<image(?: ?[0-9]+)?>|<\|image_pad\|>|!\[[^][]*\]\([^()]*\)")
 
 
