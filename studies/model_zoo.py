@@ -232,7 +232,7 @@ VERIFIER = """from rewards import Reward
 
 
 def parity(response, truth, row):
-    return Reward(float(len(response) % 2))  # a random model gets it for half of its responses
+    return Reward(float(sum(response.encode()) % 2))  # a random model gets it for half of its responses
 """
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] + '\\n' }}{% endfor %}{{ 'a: ' }}"
 WORDS = {  # flags of both runs
@@ -524,7 +524,8 @@ def reason(outcome: str) -> str:
     found = re.sub(
         r"vLLM failed before its first sample.*?settings: (1 validation.*?error, |\w+: )*", "vLLM: ", outcome
     )
-    found = re.sub(r"; use --rollout hf.*| \([\w./]+\.py:\d+\)", "", found)
+    found = re.sub(r"; use --rollout hf.*| ?\([\w./]+\.py:\d+\)", "", found)
+    found = re.sub(r"vLLM: ?$", "vLLM: an assertion in its code fails", found)
     return found if len(found) <= 150 else f"{found[:150].rsplit(' ', 1)[0]} ..."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import importlib.util
@@ -67,11 +66,8 @@ VLLM_TAKEN = {
 def vllm_arguments() -> set[str]:
     """Return the names of vLLM's engine arguments, read from its source, since its import takes seconds."""
     found = importlib.util.find_spec("vllm")
-    if found is None:
-        return set()
-    tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
-    return {line.target.id for node in classes for line in node.body if isinstance(line, ast.AnnAssign)}
+    file = Path(found.origin).parent / "engine" / "arg_utils.py" if found else Path(os.devnull)
+    return set(re.findall(r"^    (\w+): ", file.read_text(encoding="utf-8"), re.MULTILINE))  # fields of classes
 
 
 def check_engine_args(args: Any) -> None:
@@ -79,8 +75,8 @@ def check_engine_args(args: Any) -> None:
     names = vllm_arguments() if args.engine_args else set()
     for name, value in args.engine_args.items():
         if names and name not in names | VLLM_TAKEN.keys():
-            near = difflib.get_close_matches(name, names) or ["an argument of its LLM class"]
-            refuse(f"--vllm_args: vLLM has no argument {name}; perhaps you meant {', '.join(near)}")
+            near = ", ".join(difflib.get_close_matches(name, names)) or "an argument of its LLM class"
+            refuse(f"--vllm_args: vLLM has no argument {name}; perhaps you meant {near}")
         if name in VLLM_TAKEN:
             refuse(f"--vllm_args: {name} is set by {VLLM_TAKEN[name]}; leave it out")
         if name in VLLM_RESOURCES and type(value) is int and value <= 0:

@@ -46,8 +46,7 @@ VLLM_RESOURCES = (
 LENGTH = ("total_steps", "total_episodes", "total_epochs")
 MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # when an interrupted run is resumed
 
-# Flags whose values, when not given, are derived from model and data (runtime/training/derived_defaults.py), and the
-# quickstart's values: another default is the choice of an edited copy.
+# Flags whose values, when not given, follow from model and data (training/derived_defaults.py), and the quickstart's.
 OPEN = {"learning_rate": 3e-5, "critic_learning_rate": 1e-4, "total_steps": 20}
 OPEN |= {"max_prompt_length": 256, "max_response_length": 32}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # --dtype takes these names, too
@@ -352,7 +351,7 @@ def spelled_out(words: list[str]) -> list[str]:
 
 
 def is_open(args: Any, name: str) -> bool:
-    """Return True if a flag of OPEN was not set, so that its value is derived. False for Args made in Python."""
+    """Return True if a flag of OPEN was not set, nor changed in a copy, so its value is derived. False for own Args."""
     names = LENGTH if name == "total_steps" else (name,)
     known = name in OPEN and getattr(type(args), name, None) == OPEN[name] and args.flags_set is not None
     return known and not args.flags_set.intersection(names)

@@ -179,19 +179,15 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
                 verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
     if args.verifier_key is not None or given:
         verifier_key = args.verifier_key
-    system = args.system_prompt if args.system_prompt is not None else task_system_prompt(source)
+    task, _, options = source.partition("?")  # of reasoning-gym
+    of_task = SYSTEM_PROMPTS.get(f"{task}?min_answer=0" if "min_answer=0" in options.split("&") else task)
+    system = args.system_prompt if args.system_prompt is not None else of_task
     if system is None and not given:
         system = SYSTEM_PROMPTS.get(verifier)
     verifier = given or verifier
     may_run = "code" in verifier or verifier_key is not None
     isolated = may_run and not user_files.find("graders.code:prepare")(args.allow_unsafe_code_exec)
     return Columns(prompt, truth, verifier, verifier_key, system, args.system_prompt is not None, isolated)
-
-
-def task_system_prompt(source: str) -> str | None:
-    """Return the system prompt built in for a task of reasoning-gym, None for other tasks and sources."""
-    task, _, options = source.partition("?")
-    return SYSTEM_PROMPTS.get(f"{task}?min_answer=0" if "min_answer=0" in options.split("&") else task)
 
 
 def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:

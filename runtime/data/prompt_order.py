@@ -70,7 +70,8 @@ def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     """Return (the requests of an evaluation, its sampling parameters); all evaluations of a run use the same seeds."""
     count = args.eval_samples if args.eval_settings["temperature"] > 0 else 1
     wanted = requests(range(problems), count, args.seed, "eval")
-    return wanted, sampling(args) | args.eval_settings
+    parameters = sampling(args) | args.eval_settings
+    return wanted, parameters
 
 
 def best_of(samples: list[Sample], count: int) -> list[Sample]:

@@ -270,10 +270,11 @@ class RunLog:
         }
         write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
         library_logs.write_to(folder)
-        first = self.first + (start is not None)
         starts = {
             "wandb": lambda: user_files.find("runtime.run.tracking:start_wandb")(folder, config),
-            "tensorboard": lambda: user_files.find("runtime.run.tracking:TensorBoard")(folder, first),
+            "tensorboard": lambda: user_files.find("runtime.run.tracking:TensorBoard")(
+                folder, self.first + (start is not None)
+            ),
         }
         found = {name: self._track(name, starts[name]) for name in dict.fromkeys(args.track)}
         self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
@@ -329,8 +330,8 @@ class RunLog:
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
         self.step_seconds.append(metrics["time/step"])
-        seconds = np.mean(self.step_seconds[1:] or self.step_seconds)  # the first step is slower than the others
-        remaining = seconds * (self.total - step)
+        # The first step is slower than the others.
+        remaining = (self.total - step) * np.mean(self.step_seconds[1:] or self.step_seconds)
         print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
         if is_shown:
             for s in shown:

@@ -58,8 +58,10 @@ def test_split_of_the_default_data():
 )
 def test_the_example_of_sums_is_one_that_the_task_has(options, example):
     """A result below zero where there are such, else none; another task has no example."""
-    assert problem_set.task_system_prompt(f"reasoning_gym:chain_sum{options}").endswith(f": {example}")
-    assert problem_set.task_system_prompt(f"reasoning_gym:leg_counting{options}") is None
+    batches = [[{"question": "1 + 1 =", "answer": "2"}]]
+    for task, expected in (("chain_sum", f"Write out the calculation: {example}"), ("leg_counting", None)):
+        columns = problem_set.look_at(f"reasoning_gym:{task}{options}", batches, grpo.Args(), truth_error)
+        assert columns.system == expected
 
 
 def rows(count: int = 30) -> list[dict]:
