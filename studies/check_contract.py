@@ -396,7 +396,7 @@ def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Findin
             elif not args.bootstrap_truncated and call.given["after_B"].any():
                 wrong = "gae gets values after the last token, although --bootstrap_truncated is off"
         if not wrong and call and "value_loss" in calls:
-            wrong = wrong_targets(calls["value_loss"], call)
+            wrong = wrong_targets(calls["value_loss"], calls["gae"][-1])  # the critic may have its own lambda
             if args.value_norm != "none":
                 wrong = "" if wrong else f"the critic's targets are not normalized (--value_norm {args.value_norm})"
         if wrong:

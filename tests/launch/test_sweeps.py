@@ -233,7 +233,8 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     assert code == 0, said
     assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
-    renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
+    kind = script_loader.load_arguments(copy).Args
+    renamed = folder.parent / directory.run_name(flags.parse(kind, None, commands[0][2:]), kind())
     change_config(shutil.copytree(folder, renamed), exp_name="sweep_lr_mine")
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     shutil.rmtree(renamed)

@@ -395,7 +395,7 @@ def test_other_data(with_eval_dataset, tmp_path):
     assert rows[0]["prompt"][-1]["content"] == "0 + a ="
     table = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in cells] for cells in table[1:]] == [["a", "9"], ["b", "4"], ["all", "13"]]
-    assert "greedy" in said
+    assert "temperature 0" in said
 
 
 def test_a_pasted_flag_of_training_is_a_warning(capsys):
