@@ -415,7 +415,8 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
             continue
         if name == "math" and (wrong := user_files.find("graders.math:no_answer")(truth, row)):
             return wrong
-        if name in SAY_THE_TRUTH and (wrong := _no_plain_truth(truth)):
+        # A task of reasoning-gym may ask for an object, as codeio does.
+        if name in SAY_THE_TRUTH and name != "reasoning_gym" and (wrong := _no_plain_truth(truth)):
             return wrong
         for one in alternatives(truth) if name in LISTS else [truth]:
             said = one if name == "math" and last_boxed(one) else SAY_THE_TRUTH.get(name, "").format(one)
