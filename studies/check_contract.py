@@ -396,8 +396,9 @@ def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Findin
             elif not args.bootstrap_truncated and call.given["after_B"].any():
                 wrong = "gae gets values after the last token, although --bootstrap_truncated is off"
         if not wrong and call and "value_loss" in calls:
-            wrong = wrong_targets(calls["value_loss"], calls["gae"][-1])  # the critic may have its own lambda
-            if args.value_norm != "none":
+            critic = calls["value_loss"]
+            wrong = wrong_targets(critic, calls["gae"][-1])  # the critic may have its own lambda
+            if args.value_norm != "none" and "targets_T" in critic[0].given:
                 wrong = "" if wrong else f"the critic's targets are not normalized (--value_norm {args.value_norm})"
         if wrong:
             where = subject.first_place(("main", "6"), ("main", "7"), "main", "gae", "value_loss")
