@@ -1,7 +1,7 @@
 # Every target sets the project up first; when that is done already it takes no time.
 PYTHON_BIN := .venv/bin/python
 
-.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check lint
+.PHONY: setup quickstart testbed test test-integration test-all test-gpu test-engines cuda-check lint bench
 
 setup:
 	@scripts/setup.sh
@@ -51,3 +51,5 @@ lint: setup
 	$(PYTHON_BIN) -m ruff format --check .
 	$(PYTHON_BIN) studies/shape.py
 
+bench: setup
+	$(PYTHON_BIN) studies/benchmark.py $(ARGS)

@@ -434,7 +434,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         trust_remote_code=args.trust_remote_code,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
-        max_model_len=args.max_prompt_length + args.max_response_length,
+        max_model_len=args.engine_length,
         # Off on CPUs: if a chunk ends mid-prompt, vLLM rewinds the random generator, which fails for CPU generators.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
@@ -481,7 +481,7 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, phases: utils.St
         with phases("generate"):
             for own, sample in engine.arrivals(batch):
                 # 3 score: at once, in another process, while the engine decodes the rest
-                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
+                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id], own.step))
         with phases("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
@@ -525,12 +525,13 @@ def evaluate(
     step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, phases: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
-    if not problems:
+    if not problems or log.goal_reached:
         return
     with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), phases)
-    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]})
+    metrics = utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]}
+    log.evaluation(metrics, samples, problems)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -579,7 +580,7 @@ def main(args: Args, ready: Ready | None) -> None:
     engine.version = done
     with phases("push"):
         engine.push(utils.engine_weights(policy, args))
-    if done == 0:
+    if done == 0 and args.evaluates(0):
         evaluate(0, engine, verifiers, run.eval_problems, log, phases, args)
     queue.resume(done)
     phases.restart()
@@ -703,7 +704,7 @@ def main(args: Args, ready: Ready | None) -> None:
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 
         # 9 record
-        if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
+        if args.evaluates(step) and step < run.total_steps:
             evaluate(step, engine, verifiers, run.eval_problems, log, phases, args)
         metrics = {
             "step": step,

@@ -48,7 +48,10 @@ from runtime.run.preflight import Ready, prepare_run
 from runtime.system import process, user_files
 from runtime.training import model_files
 
-CRITIC_ARGS = ("lr_scheduler_type", "max_grad_norm", "model_name_or_path", "num_epochs", "warmup_steps", "weight_decay")
+CRITIC_ARGS = (
+    *("gae_lambda", "gradient_checkpointing", "lr_scheduler_type", "max_grad_norm", "model_name_or_path"),
+    *("num_epochs", "num_mini_batches", "warmup_steps", "weight_decay"),
+)
 SCHEDULES = ("constant", "linear", "cosine")
 KLEstimator = Literal["k1", "k2", "k3", "k4", "abs", "full", "kl", "kl1", "mse", "kl2", "low_var_kl", "kl3", "kl4"]
 KLInLoss = Literal[
@@ -150,7 +153,8 @@ class Args(flags.RunFlags):
     """Peak learning rate of the critic."""
     critic: tuple[str, ...] = ()
     """NAME=VALUE: use this setting for the critic, not the policy's. Names: model_name_or_path (same vocabulary; a
-    value or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs."""
+    value or reward head in it is used), lr_scheduler_type, warmup_steps, weight_decay, max_grad_norm, num_epochs,
+    num_mini_batches, gradient_checkpointing (true, false), gae_lambda (of the returns that it learns; VAPO: 1)."""
     value_clip: float | None = 0.5
     """Clip the new value to within this distance of the old one in the value loss (PPO). None disables."""
     critic_warmup: int = 0
@@ -233,9 +237,10 @@ def settings_of_critic(args: Args) -> Args:
             process.refuse(f"--critic {given}: give NAME=VALUE with a NAME of {', '.join(CRITIC_ARGS)}")
         kind = type(getattr(Args, name))
         try:
-            changes[name] = kind(value)
-        except ValueError:
-            process.refuse(f"--critic {word}: {value!r} is not a {'whole number' if kind is int else 'number'}")
+            changes[name] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (ValueError, KeyError):
+            wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            process.refuse(f"--critic {word}: {value!r} is not {wanted}")
         if kind is not str and not 0 <= changes[name] < math.inf:
             process.refuse(f"--critic {word}: must be 0 or more")
     if "model_name_or_path" in changes:
@@ -243,8 +248,10 @@ def settings_of_critic(args: Args) -> Args:
     found = replace(args, **changes)
     if found.lr_scheduler_type not in SCHEDULES:
         process.refuse(f"--critic lr_scheduler_type={found.lr_scheduler_type}: give one of {', '.join(SCHEDULES)}")
-    if found.num_epochs == 0:
-        process.refuse("--critic num_epochs=0: must be above 0")
+    if 0 in (found.num_epochs, found.num_mini_batches):
+        process.refuse("--critic: num_epochs and num_mini_batches must be above 0")
+    if found.gae_lambda > 1 or found.num_mini_batches > args.num_unique_prompts_rollout:
+        process.refuse("--critic: gae_lambda is at most 1, num_mini_batches at most --num_unique_prompts_rollout")
     checks.check_warmup_steps("--critic warmup_steps=", found.warmup_steps)
     return found
 
@@ -724,7 +731,7 @@ def build_vllm(args: Args, dtype: torch.dtype, rank: int, world_size: int):
         trust_remote_code=args.trust_remote_code,
         dtype=str(dtype).removeprefix("torch."),
         seed=args.seed + rank // args.vllm_tensor_parallel_size,  # for requests without a seed of their own
-        max_model_len=args.max_prompt_length + args.max_response_length,
+        max_model_len=args.engine_length,
         # Off on CPUs: if a chunk ends mid-prompt, vLLM rewinds the random generator, which fails for CPU generators.
         enable_chunked_prefill=None if cuda else False,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
@@ -771,7 +778,7 @@ def collect(engine: Engine, verifiers: Verifiers, batch: Batch, phases: utils.St
         with phases("generate"):
             for own, sample in engine.arrivals(batch):
                 # 3 score: at once, in another process, while the engine decodes the rest
-                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id]))
+                own.scoring.append(verifiers.submit(sample, own.problems[sample.prompt_id], own.step))
         with phases("score"):
             batch.samples = verifiers.collect(batch.scoring, engine.watch.heartbeat, utils.gather_samples)
     return batch.samples
@@ -815,12 +822,13 @@ def evaluate(
     step: int, engine: Engine, verifiers: Verifiers, problems: list[Problem], log, phases: utils.Stopwatch, args: Args
 ) -> None:
     """Sample and score the held-out problems with the weights after ``step``. All evaluations use the same seeds."""
-    if not problems:
+    if not problems or log.goal_reached:
         return
     with phases("eval"):
         requests, sampling = prompt_order.eval_requests(len(problems), args)
         samples = collect(engine, verifiers, engine.ask(problems, requests, sampling), phases)
-    log.evaluation(utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]})
+    metrics = utils.eval_metrics(samples, problems, step) | {"time/eval": phases.seconds["eval"]}
+    log.evaluation(metrics, samples, problems)
 
 
 # ---------------------------------------------------------------------------------------------------------------- main
@@ -876,7 +884,7 @@ def main(args: Args, ready: Ready | None) -> None:
     engine.version = done
     with phases("push"):
         engine.push(utils.engine_weights(policy, args))
-    if done == 0:
+    if done == 0 and args.evaluates(0):
         evaluate(0, engine, verifiers, run.eval_problems, log, phases, args)
     queue.resume(done)
     phases.restart()
@@ -951,6 +959,8 @@ def main(args: Args, ready: Ready | None) -> None:
         after_B = normalizer.denormalize(after_B.double().cpu())
         after_B = torch.where(torch.tensor(bootstrap), after_B, 0.0)
         token_advantages_N, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, args.gae_lambda)
+        if critic_args.gae_lambda != args.gae_lambda:  # VAPO, arXiv 2504.05118: targets of the critic with less bias
+            _, returns_N = gae(task_rewards_N, values_N, after_B, offsets, args.gamma, critic_args.gae_lambda)
         if args.adv_norm == "batch":
             token_advantages_N = whiten(token_advantages_N)
         elif args.adv_norm == "group":
@@ -972,15 +982,15 @@ def main(args: Args, ready: Ready | None) -> None:
         value_totals = Counter()
         groups = sorted({samples[i].prompt_id for i in (in_loss if critic is None else every_sample)})
         critic_epochs = 0 if critic is None else critic_args.num_epochs
-        critic_updates = critic_epochs * args.num_mini_batches
+        critic_updates = critic_epochs * critic_args.num_mini_batches
         stats = utils.UpdateStats(args, run, engine.count, reference is not None, fresh_N, engine_N, kl_value)
         with phases("update"):
             # The critic's optimizer steps come first; they do not affect those of the policy.
-            for epoch, mini in itertools.product(range(critic_epochs), range(args.num_mini_batches)):
-                optimizer_step = (step - 1) * critic_updates + epoch * args.num_mini_batches + mini
+            for epoch, mini in itertools.product(range(critic_epochs), range(critic_args.num_mini_batches)):
+                optimizer_step = (step - 1) * critic_updates + epoch * critic_args.num_mini_batches + mini
                 critic_lr = utils.learning_rate(optimizer_step, run.total_steps * critic_updates, critic_args)
                 deepspeed_zero.set_learning_rate(critic, critic_lr)
-                members = utils.mini_batch(groups, step, epoch, mini, args)
+                members = utils.mini_batch(groups, step, epoch, mini, critic_args)
                 own = [i for i in every_sample if samples[i].prompt_id in members]
                 weights_N = F.pad(loss_weights(samples, own, args), (0, 1)).to(device)
                 value_stats = utils.TokenStats(device)
@@ -1046,7 +1056,7 @@ def main(args: Args, ready: Ready | None) -> None:
         kl.update(kl_metrics.get("kl/reward"), stats.mean_kl(), len(samples))
 
         # 9 record
-        if args.eval_every > 0 and step % args.eval_every == 0 and step < run.total_steps:
+        if args.evaluates(step) and step < run.total_steps:
             evaluate(step, engine, verifiers, run.eval_problems, log, phases, args)
         metrics = {
             "step": step,

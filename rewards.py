@@ -415,7 +415,8 @@ def truth_error(verifier: str, truth: str, row: dict) -> str:
             continue
         if name == "math" and (wrong := user_files.find("graders.math:no_answer")(truth, row)):
             return wrong
-        if name in SAY_THE_TRUTH and (wrong := _no_plain_truth(truth)):
+        # A task of reasoning-gym may ask for an object, as codeio does.
+        if name in SAY_THE_TRUTH and name != "reasoning_gym" and (wrong := _no_plain_truth(truth)):
             return wrong
         for one in alternatives(truth) if name in LISTS else [truth]:
             said = one if name == "math" and last_boxed(one) else SAY_THE_TRUTH.get(name, "").format(one)
@@ -643,9 +644,19 @@ def worker_count() -> int:
     return max(1, min(MOST_WORKERS, len(os.sched_getaffinity(0)) // ranks - 2))
 
 
+def row_for(problem, args, step: int | None = None) -> dict:
+    """Return the ``row`` of a verifier: the problem's columns, its messages, and the step that trains on the response.
+
+    An evaluation has the last step, so that all evaluations of a run judge alike. A column of these names wins.
+    """
+    progress = {"step": args.steps if step is None else step, "total_steps": args.steps}
+    return {"messages": problem.messages, **progress, **problem.row}
+
+
 def try_own_verifiers(args, problems: list) -> None:
     """Try the user's own verifiers, for ``--dry_run``, and print two of their scores. Exit code 2 if one raises."""
-    own = {p.verifier: p for p in problems if not set(names_of(p.verifier)) <= {*VERIFIERS, "reward_model"}}
+    own = {p.verifier: replace(p, row=row_for(p, args)) for p in problems}
+    own = {name: p for name, p in own.items() if not set(names_of(name)) <= {*VERIFIERS, "reward_model"}}
     if not own or args.environment is not None:  # their rewards need an episode
         return
     pool = RewardPool(1, args.call_timeout, own, parse_weights(args.reward_weights), args.allow_unsafe_code_exec)
@@ -670,7 +681,7 @@ class Verifiers:
         names = {problem.verifier for problem in problems}
         self.pool = RewardPool(worker_count(), args.call_timeout, names, self.weights, args.allow_unsafe_code_exec)
         trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
-        tried = [replace(problem, row=problem.row | trial) for problem in problems]
+        tried = [replace(problem, row=row_for(problem, args) | trial) for problem in problems]
         wrong = self.pool.check(tried)
         if wrong:
             refuse(f"--verifier: {wrong}")
@@ -682,18 +693,20 @@ class Verifiers:
             self.reward_model = user_files.find("runtime.run.reward_model:RewardModel")(args, device, dtype)
             self.reward_model.try_on([problem.messages for problem in problems])
 
-    def submit(self, sample, problem) -> tuple:
+    def submit(self, sample, problem, step: int | None = None) -> tuple:
         """Begin to verify a sample, in another process: (sample, problem, future), for ``collect``.
 
-        Of several turns the verifier gets the last one as the response, and all as ``row["episode"]["turns"]``.
+        ``step``: that trains on the sample; None in an evaluation. Of several turns the verifier gets the last one as
+        the response, and all as ``row["episode"]["turns"]``.
         """
-        row = {"messages": problem.messages, **problem.row}
+        row = row_for(problem, self.args, step)
         if sample.turns:
             row = row | {"episode": {"turns": sample.turns, "outcome": sample.outcome}}
         futures = [self.pool.submit(problem.verifier, sample.response, problem.truth, row)]
         if self.others:
             other = self.others[id(problem)]
-            futures.append(self.pool.submit(other.verifier, sample.response, other.truth, other.row))
+            row = row_for(other, self.args, step)
+            futures.append(self.pool.submit(other.verifier, sample.response, other.truth, row))
         return sample, problem, futures
 
     def collect(

@@ -94,13 +94,14 @@ def setup_run(args, ready: tuple) -> Run:
     saving.adopt_template(tokenizer, args, problems)
     facts = identity.facts(args, directory.data_digest(problems, eval_problems))
     chosen = choices.choose(args, device, dtype, attention, facts)
+    args.steps = flags.total_steps(args, len(problems))
     run = Run(
         folder=folder,
         start=start,
         problems=problems,
         eval_problems=eval_problems,
         tokenizer=tokenizer,
-        total_steps=flags.total_steps(args, len(problems)),
+        total_steps=args.steps,
         rank=process.rank(),
         world_size=process.world_size(),
         device=device,
@@ -1129,9 +1130,9 @@ def _generate(model, prompt_ids, keys, seed, sampling, stop_ids, device):
         "pad_token_id": stop_ids[0],
         "eos_token_id": -1 if sampling["ignore_eos"] else stop_ids,
     }
-    if not greedy:
-        for name in ("temperature", "top_p", "top_k"):
-            options[name] = sampling[name]
+    for name in () if greedy else ("temperature", "top_p", "top_k", "min_p"):
+        options[name] = sampling.get(name)
+    options["repetition_penalty"] = sampling.get("repetition_penalty")
     torch.manual_seed(seed)
     ids = torch.tensor([prompt_ids] * len(keys), device=device)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)

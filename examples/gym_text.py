@@ -23,7 +23,9 @@ class GymText:
 
     def reset(self, id, seed, options=None, **row) -> str:
         """Begin."""
-        self.words = next(words for name, words in WORDS.items() if id.startswith(name))
+        self.words = next((words for name, words in WORDS.items() if id.startswith(name)), ())
+        if not self.words:
+            raise ValueError(f"only {', '.join(WORDS)} have words; add those of {id} to WORDS")
         mode = None if id.startswith("Blackjack") else "ansi"
         self.world = gymnasium.make(id, render_mode=mode, **(options or {}))
         state, _ = self.world.reset(seed=seed)

@@ -16,20 +16,12 @@ from pathlib import Path
 # or a formula of these names alone. Anything else scores 0 before it gets there, but for the truth itself: some truths
 # hold an Integral, which nobody else may use, as the integral of the task would answer every task.
 LIST = r"[^(]*"
-FORMULA_NAMES = (
-    "[a-zCXY]|a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|E|I|erfi?|li|[SC]i|Ei|Abs|gamma|fresnel[sc]"
-)
+FORMULA_NAMES = "[a-zCXY]|a?(?:sin|cos|tan|sec|csc|cot)h?|exp|log|ln|sqrt|pi|E|I|erfi?|li"
+FORMULA_NAMES += "|[SC]i|Ei|Abs|gamma|fresnel[sc]"
 FORMULA = rf"(?:[0-9\s+\-*/^(),]|\.(?![^\W\d])|(?<!\w)(?:{FORMULA_NAMES})(?!\w))*"
-GYM_ANSWERS = {
-    "string_insertion": LIST,
-    "spiral_matrix": LIST,
-    "binary_matrix": LIST,
-    "n_queens": LIST,
-    "simple_integration": FORMULA,
-    "intermediate_integration": FORMULA,
-    "polynomial_multiplication": FORMULA,
-    "countdown": FORMULA,
-}
+LISTS = ("string_insertion", "spiral_matrix", "binary_matrix", "n_queens")
+FORMULAS = ("simple_integration", "intermediate_integration", "polynomial_multiplication", "countdown")
+GYM_ANSWERS = dict.fromkeys(LISTS, LIST) | dict.fromkeys(FORMULAS, FORMULA)
 GYM_UNSUPPORTED = {
     "boxnet": "its scorer accepts moves between squares as Python tuples only, which the JSON it reads cannot hold",
     "game_of_life_halting": "its scorer gives 1 to every text where something goes on, and 0 to every text elsewhere",

@@ -55,7 +55,6 @@ DELIMITED = (  # (opening, closing) of mathematics or emphasis around a whole an
     ("`", "`"),
 )
 
-
 THOUGHT = re.compile(r"< ?(/?) ?(?:think(?:ing)?|thoughts?|reasoning|scratchpad) ?>", re.IGNORECASE)
 HIDDEN = re.compile(  # comments of HTML and LaTeX, programs, and what is struck out
     r"<!--.*?(?:-->|\Z)|```(?:python|py|cpp|java|javascript)\b.*?(?:```|\Z)"

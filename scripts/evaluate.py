@@ -3,13 +3,13 @@
     python scripts/evaluate.py --run runs/NAME            its model/ on its held-out problems: the run's last number
     python scripts/evaluate.py --run runs/NAME --model_name_or_path runs/NAME/best --eval_samples 16
     python scripts/evaluate.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --dataset gsm8k_test.jsonl \\
-        --eval_prompts 200 --eval_temperature 0 --max_prompt_length 512 --max_response_length 512
+        --eval_prompts 200 --sampling '{"temperature": 0.6, "top_p": 0.95, "top_k": 20}' --max_response_length 512
     python scripts/evaluate.py --samples --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \\
         --dataset openai/gsm8k:main@train --eval_prompts 32 --eval_samples 8 --max_response_length 1024
 
 Without --run, or with other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of
 them). The flags below are those of a run that affect an evaluation; with --run the script's own flags are added. Flags
-of training are accepted with a warning, so that the flags of a training command can be pasted. Four more flags:
+of training are accepted with a warning, so that the flags of a training command can be pasted. Five more flags:
 
     --run FOLDER            use the script, arguments, model and held-out problems of this run; flags given here
                             override its own. The script's own vllm_thread and collect generate the responses, so a copy
@@ -17,6 +17,7 @@ of training are accepted with a warning, so that the flags of a training command
     --accept_changed_code   evaluate with the script as it is now if it has changed since the run; default: an error
     --samples [N]           before a run: also print responses to N problems (4) with their rewards, how long responses
                             are, how many groups of --eval_samples have different rewards, and the length to set
+    --sampling JSON         --eval_sampling: temperature, top_p, top_k, min_p, repetition_penalty, max_tokens
     --output FILE           write all samples to FILE, as JSON lines. Default: eval_samples.jsonl in the run's folder,
                             or --output_dir
 
@@ -65,7 +66,7 @@ from runtime.training import model_files
 # Flags of training, which change nothing in an evaluation.
 TRAINING = (
     *("eval_every", "save_every", "save_minutes", "keep_checkpoints", "resume", "run_name", "overwrite", "dry_run"),
-    "temperature",  # --eval_temperature counts
+    "temperature",  # that of --eval_sampling counts
     *("track", "log_samples", "gradient_checkpointing", "eval_dataset", "generation_size", "dynamic_sampling_rounds"),
     *("dataset_filter", "reward_control", "check_verifier_status", "reward_scaling", "reward_bias", "max_reward_clip"),
     *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_logprob_diff"),
@@ -98,8 +99,10 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]
     own.add_argument("--run", type=Path)
     own.add_argument("--output", type=Path)
     own.add_argument("--samples", type=int, nargs="?", default=0, const=4)
+    own.add_argument("--sampling")
     own.add_argument("--accept_changed_code", action="store_true")
     given, words = own.parse_known_args(words)
+    words += [] if given.sampling is None else ["--eval_sampling", given.sampling]
     defaults = Args()
     config = {}
     script = process.PROJECT / "grpo.py"
@@ -113,6 +116,7 @@ def parse(words: list[str]) -> tuple[RunFlags, Path, int, RunFlags | None, Path]
         args.adapter = Path(args.model_name_or_path)  # of a run of variants/lora.patch, for its own engine
         args.tokenizer_name_or_path = args.tokenizer_name_or_path or args.model_name_or_path
         args.model_name_or_path = config["args"]["model_name_or_path"]
+    args.steps = 1 if given.run is None else flags.total_steps(args, config.get("problems", 0))
     args.recorded_choices = config.get("resolved", {})  # the run's dtype, also on a machine that would choose another
     if given.run is not None:
         check_code(given.run, config, defaults, given.accept_changed_code)
@@ -371,11 +375,12 @@ def main(args: RunFlags, output: Path, problems: list[Problem], path: Path, show
     result = utils.eval_metrics(samples, problems, step=0)
     if process.rank() == 0:
         write_samples(samples, problems, output)
-        sampled = f"temperature {args.eval_temperature:g}" if args.eval_temperature > 0 else "greedy"
-        print(f"{args.model_name_or_path}, {sampled}, at most {args.max_response_length} tokens, seed {args.seed}")
+        settings = {"max_tokens": args.max_response_length} | args.eval_settings
+        sampled = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+        print(f"{args.model_name_or_path}, {sampled}, seed {args.seed}")
         print(f"{table(samples, problems, result)}\n{output}")
         if shown:
-            print("\n".join(describe(samples, problems, shown, args.max_response_length)))
+            print("\n".join(describe(samples, problems, shown, settings["max_tokens"])))
     return result
 
 

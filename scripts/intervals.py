@@ -24,12 +24,9 @@ def wilson(right: float, count: float) -> tuple[float, float]:
     square = Z * Z / count
     center = rate + square / 2
     variance = rate * (1 - rate)
-    width = square * variance + square**2 / 4
-    width = math.sqrt(width)
-    low = center - width
-    high = center + width
-    low /= 1 + square
-    high /= 1 + square
+    width = math.sqrt(square * variance + square**2 / 4)
+    low = (center - width) / (1 + square)
+    high = (center + width) / (1 + square)
     if right == 0:  # rounding would leave 1e-18
         low = 0.0
     if rate == 1:
@@ -59,9 +56,7 @@ def t_quantile(degrees: int) -> float:
     """Return the 97.5 % quantile of Student's t. The density of arctan(t / sqrt(degrees)) is a power of the cosine."""
     edges = np.linspace(0, np.pi / 2, 200_001)
     middles = edges[1:] - edges[1] / 2
-    power = degrees - 1
-    density = np.cos(middles) ** power
-    area = np.cumsum(density)
+    area = np.cumsum(np.cos(middles) ** (degrees - 1))
     area /= area[-1]
     place = np.interp(0.95, area, edges[1:])
     return math.sqrt(degrees) * math.tan(place)

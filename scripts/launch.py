@@ -128,7 +128,8 @@ def end(error: Exception) -> NoReturn:
         print(f"node {rank}: the {nodes} nodes did not find each other at {host}:{port}: {reason}", flush=True)
         raise SystemExit(1) from None
     if isinstance(error, subprocess.CalledProcessError):  # one process, which accelerate starts without torchrun
-        raise SystemExit(error.returncode) from None  # its own words are on the console
+        code = error.returncode  # its own words are on the console; negative: minus the number of a signal
+        raise SystemExit(code if code > 0 else 128 - code) from None
     raise error
 
 

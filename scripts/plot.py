@@ -5,10 +5,9 @@
     python scripts/plot.py runs --by learning_rate --output lr.svg       all runs, one curve per value: the mean over
                                                                          seeds, in a band from lowest to highest
     python scripts/plot.py runs --by exp_name --output mine.png          mine.py against grpo.py
-    python scripts/plot.py runs --where exp_name=sweep_kl --x beta --y kl/sequence eval/pass@1 \\
+    python scripts/plot.py runs/sweep_kl_* --x beta --y kl/sequence eval/pass@1 \\
         --by kl_estimator kl_placement --output kl.png     final values over an argument: mean and 95 % interval over
                                                            seeds, one line per estimator, one panel per placement
-    python scripts/plot.py runs --save table.jsonl.gz      all numbers of the runs in a file that is drawn like folders
 
 --by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
 only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. A run may
@@ -19,8 +18,6 @@ Arguments that changed nothing are named: runs that differ in one of them alone 
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
 import sys
 from collections import Counter
@@ -71,7 +68,6 @@ PANELS = {
 COMPARED = ("reward/mean", "kl/sequence", "policy/entropy", "completions/length_mean", "eval/pass@1")
 SPREAD = "Means over the last tenth of the steps, or of the last evaluation; ± is half the 95 % interval over seeds."
 RATES = ("pass@", "majority@", "correct", "format", "truncated_frac")
-TABLE = ".gz"
 RUN = "run"  # stands for the folder of a run where runs are grouped by arguments
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
 NOT_COMPARED = ("time/", "perf/", "engine/", "env/tool_seconds", "loss/")  # times, and values that are not trained on
@@ -124,38 +120,6 @@ def load_run(folder: Path) -> Run:
     metrics = read(folder / "metrics.jsonl")
     evals = read(folder / "eval.jsonl")
     return Run(folder, config.get("args", {}), metrics, evals, config.get("code"))
-
-
-def save_table(runs: list[Run], file: Path) -> None:
-    """Write the arguments and the numbers of runs, a line of JSON per run, to 7 digits, and no local paths."""
-
-    def rounded(record: dict) -> dict:
-        found = dict(record)
-        for name, value in record.items():
-            if isinstance(value, float):
-                found[name] = float(f"{value:.7g}")
-        return found
-
-    lines = []
-    for run in runs:
-        args = {name: value for name, value in run.args.items() if name not in PRESENTATION}
-        metrics = list(map(rounded, run.metrics))
-        evals = list(map(rounded, run.evals))
-        line = json.dumps([run.folder.name, args, metrics, evals])
-        lines.append(line)
-    text = "\n".join(lines)
-    packed = gzip.compress(text.encode(), mtime=0)
-    file.write_bytes(packed)
-
-
-def load_table(file: Path) -> list[Run]:
-    """Return the runs of a file that ``save_table`` wrote."""
-    try:
-        text = gzip.decompress(file.read_bytes()).decode()
-        rows = [json.loads(line) for line in text.splitlines()]
-        return [Run(Path(name), *rest) for name, *rest in rows]
-    except (OSError, EOFError, ValueError) as error:
-        refuse(f"{file}: not a table of runs, as --save writes it ({error})")
 
 
 def logged_by(runs: list[Run]) -> set[str]:
@@ -264,24 +228,15 @@ def summary(metrics: list[dict], evals: list[dict]) -> str:
 # -------------------------------------------------------------------------------------------------------- comparisons
 
 
-def load_runs(paths: list[Path], where: list[str]) -> list[Run]:
-    """Load the runs in or under the folders that logged a step and have the arguments of ``where`` (NAME=VALUE)."""
+def load_runs(paths: list[Path]) -> list[Run]:
+    """Load the runs in or under the folders that logged a step."""
     runs = []
     for path in paths:
-        if path.suffix == TABLE:
-            runs += load_table(path)
         files = [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
         runs += [load_run(file.parent) for file in files]
     runs = [run for run in runs if run.metrics]
     if not runs:
         refuse("no run with a step in its metrics.jsonl in these folders; start one with: python grpo.py")
-    for condition in where:
-        name, _, value = condition.partition("=")
-        groups = grouped(runs, [name])
-        if (value,) not in groups:
-            known = ", ".join(value for (value,) in groups)
-            refuse(f"--where {condition}: write NAME=VALUE; --{name} is {known}")
-        runs = groups[(value,)]
     return runs
 
 
@@ -453,7 +408,7 @@ def cell(members: list[Run], key: str) -> str:
 
 def compare(args: argparse.Namespace) -> None:
     """Draw the figure and print the table of several runs."""
-    runs = load_runs(args.paths, args.where)
+    runs = load_runs(args.paths)
     x = [args.x] if args.x else []
     by = [name for name in args.by if name != args.x]
     if not by and not x:
@@ -471,7 +426,7 @@ def compare(args: argparse.Namespace) -> None:
     more = separating(runs, [*by, *x])
     if more:
         by += more
-        print(f"note: the runs also differ in {', '.join(more)}, which --by now includes; --where chooses one value")
+        print(f"note: the runs also differ in {', '.join(more)}, which --by now includes")
     for name, values in without_effect(runs, [*by, *x]).items():
         print(f"note: {name} changed nothing between {', '.join(values)}: runs are equal bit for bit but for loss/*")
     draw_comparison(runs, by, keys, args.x, args.output)
@@ -485,23 +440,17 @@ def main() -> None:
     add("paths", nargs="+", type=Path, help="a folder of runs, or folders of runs to compare")
     add("--output", type=Path, help="figure to write; default for one run: curves.png in its folder")
     add("--by", nargs="+", default=[], metavar="ARGUMENT", help="one line per value of the first, one panel of others")
-    add("--where", nargs="+", default=[], metavar="NAME=VALUE", help="take only the runs with this argument")
     add("--y", nargs="+", default=[], metavar="METRIC", help="names from docs/metrics.md")
-    add("--x", metavar="ARGUMENT", help="draw final values over this argument; default: curves over the steps")
     add(
-        "--save",
-        type=Path,
-        metavar="FILE.jsonl.gz",
-        help="write the numbers of the runs to a file; draw nothing",
+        "--x",
+        metavar="ARGUMENT",
+        help="draw final values over this argument; default: curves over the steps",
     )
     args = parser.parse_args()
-    if args.save:
-        save_table(load_runs(args.paths, args.where), args.save)
-        return
     if args.output and args.output.suffix not in (".png", ".svg", ".pdf"):
         refuse(f"--output {args.output}: the suffix must be .png, .svg or .pdf")
-    several = [*args.paths[1:], *args.by, *args.where, *args.y]
-    if several or args.x or args.paths[0].suffix == TABLE:
+    several = [*args.paths[1:], *args.by, *args.y]
+    if several or args.x:
         if args.output is None:
             refuse("--output is needed to compare several runs, for example --output compare.png")
         compare(args)

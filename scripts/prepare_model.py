@@ -14,14 +14,8 @@ import sys
 from pathlib import Path
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
-FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+FILES = ("config.json", "generation_config.json", "model.safetensors")
+FILES += ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def find_gguf() -> Path:

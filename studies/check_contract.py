@@ -154,11 +154,14 @@ class Oracle:
         offsets = batching.token_offsets(self.found.samples[step])
         rows = [plain[a:b] for a, b in itertools.pairwise(offsets)]
         padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        padded = normalized(padded.flatten()).view_as(padded)
+        whitened = normalized(padded.flatten()).view_as(padded)
+        over_padding = []
+        for values, row in zip(whitened, rows, strict=True):
+            over_padding.append(values[: len(row)])
         groups = offsets[:: fixed_samples.GROUP]
         parts = {"batch": [len(plain)], "group": [b - a for a, b in itertools.pairwise(groups)]}
         known = {"": plain, "not whitened": plain}
-        known["whitened over the padding of rows"] = torch.cat([p[: len(r)] for p, r in zip(padded, rows, strict=True)])
+        known["whitened over the padding of rows"] = torch.cat(over_padding)
         if kind in parts:
             own = plain.split(parts[kind])
             known[""] = torch.cat([normalized(part) for part in own])
@@ -269,11 +272,12 @@ def left_out(oracle: Oracle, step: int, k: int) -> str:
     """Text on samples that main leaves out of the normalization, or of the update although they have a gradient."""
     args = oracle.args
     samples, update = oracle.found.samples[step], oracle.found.updates[step][k]
-    if hasattr(args, "filter_zero_std_samples") and not args.filter_zero_std_samples:
-        absent = set(range(len(samples))) - set(oracle.found.in_loss[step])
-        rewards = [{s.reward for s in samples if s.prompt_id == samples[i].prompt_id} for i in absent]
-        whole = [i for i, own in zip(absent, rewards, strict=True) if len(own) == 1]
-        if any(samples[i].finish_reason != "length" or not args.mask_truncated_completions for i in whole):
+    in_loss = oracle.found.in_loss[step]
+    for i, sample in enumerate(samples):
+        truncated = args.mask_truncated_completions and sample.finish_reason == "length"
+        if i in in_loss or truncated or getattr(args, "filter_zero_std_samples", True):
+            continue
+        if len({s.reward for s in samples if s.prompt_id == sample.prompt_id}) == 1:
             return "groups of equal rewards are left out of the normalization, without --filter_zero_std_samples"
     absent_T = (oracle.weights(step, k) != 0) & update.tokens["loss_T"].isnan()
     if args.kl_coefficients[0] > 0 or args.entropy_coef != 0:
@@ -392,8 +396,9 @@ def check_estimates(subject: Subject, oracle: Oracle, title: str) -> list[Findin
             elif not args.bootstrap_truncated and call.given["after_B"].any():
                 wrong = "gae gets values after the last token, although --bootstrap_truncated is off"
         if not wrong and call and "value_loss" in calls:
-            wrong = wrong_targets(calls["value_loss"], call)
-            if args.value_norm != "none":
+            critic = calls["value_loss"]
+            wrong = wrong_targets(critic, calls["gae"][-1])  # the critic may have its own lambda
+            if args.value_norm != "none" and "targets_T" in critic[0].given:
                 wrong = "" if wrong else f"the critic's targets are not normalized (--value_norm {args.value_norm})"
         if wrong:
             where = subject.first_place(("main", "6"), ("main", "7"), "main", "gae", "value_loss")

@@ -18,7 +18,6 @@ SAME = 1e-6  # relative difference below which two expected updates are one
 # Losses that take their ratio to the sampler on purpose: old log-probs are no part of them.
 TO_SAMPLER = ("sequence ratio", "TRM", "DPPO", "DRO")
 OTHER_LABELS = (kl_estimators.ZERO, kl_estimators.AWAY, kl_estimators.AWAY_FROM_SAMPLER, kl_estimators.NONE)
-CLIP = "PPO, clip 0.2"
 Loss = Callable[[loss_table.Batch], Tensor]
 # Conditions of studies/enumeration.py -> how the report calls them.
 WHEN = {
@@ -113,19 +112,13 @@ def check_ascent(subject: Subject) -> list[Finding]:
     except RuntimeError as error:
         text = f"the loss has no gradient with respect to the policy's log-probs ({str(error).splitlines()[0]})"
         return [Finding(1, "gradient", FAIL, text, where)]
-    known = subject.named(named_losses(subject))
-    named = {name: expected_updates(own, world, policies) for name, own in known.items()}
+    losses = subject.named(named_losses(subject))
+    named = {name: expected_updates(own, world, policies) for name, own in losses.items()}
     findings = []
     plain = named["PPO clip"]
     base = next(iter(named.values()))
     for condition, own in found.items():
-        rows = [
-            summarize(x.updates, x.drawn, world, policies[condition], 1, x.zero)
-            for x in (
-                own,
-                base[condition],
-            )
-        ]
+        rows = [summarize(x.updates, x.drawn, world, policies[condition], 1, x.zero) for x in (own, base[condition])]
         clip = summarize(
             *plain[condition][:2],
             world,
@@ -140,9 +133,7 @@ def check_ascent(subject: Subject) -> list[Finding]:
         elif rows[0].cosine <= 0:  # which a clip can do once pi has moved away from old
             state = FAIL if condition in ("fresh", "unlike") else NOTE
             text += ": it goes down, not up"
-        text += f". {beside(subject.base_name, rows[0], rows[1])}"
-        if subject.base_name != CLIP:
-            text += f". {beside(CLIP, rows[0], clip)}"
+        text += f". {beside(subject.base_name, rows[0], rows[1])}. {beside('PPO, clip 0.2', rows[0], clip)}"
         numbers = {
             "mine": rows[0]._asdict(),
             "base": rows[1]._asdict(),
@@ -152,10 +143,11 @@ def check_ascent(subject: Subject) -> list[Finding]:
     name, difference, factor = nearest(found, named)
     scale = "" if abs(factor - 1) < SAME else f" times {factor:.4g}"
     if difference < SAME:
-        findings.append(Finding(1, "nearest loss", OK, f"this is {name}{scale}, up to {difference:.0e}"))
+        text = f"this is {name}{scale}, up to {difference:.0e}"
+        findings.append(Finding(1, "nearest loss", OK, text, numbers={"nearest": name}))
     elif name:
         text = f"none of {len(named)} named losses; the nearest is {name}{scale}, which differs by {difference:.2g}"
-        findings.append(Finding(1, "nearest loss", NOTE, text, where))
+        findings.append(Finding(1, "nearest loss", NOTE, text, where, {"nearest": name}))
     if pushes_wrong_way(loss, loss_table.batch_of(world, policies["fresh"])):
         text = "on fresh samples some tokens with a negative advantage are made more likely, or the other way around"
         findings.append(Finding(1, "sign", FAIL, text, where))
@@ -195,12 +187,13 @@ def clips_wrong_side(subject: Subject) -> bool:
 def check_inputs(subject: Subject, loss: Loss, batch, found: dict, identical: str, where: str) -> list[Finding]:
     """Check that the gradient uses advantages and an importance ratio. ``identical``: the named loss that it equals."""
     if not depends_on(loss, batch, "advantages"):
+        text = "the gradient does not depend on the advantages"
         return [
             Finding(
                 1,
                 "inputs",
                 FAIL,
-                "the gradient does not depend on the advantages",
+                text,
                 where,
             )
         ]
@@ -305,21 +298,24 @@ def check_kl(subject: Subject) -> list[Finding]:
 def check_rest(subject: Subject, where: str) -> list[Finding]:
     """Check that the entropy keeps its coefficient next to a KL, and that log-probs are divided by no temperature."""
     own = torch.Generator().manual_seed(0)
-    script = subject.script
-    leaves = [-torch.rand(64, generator=own, dtype=torch.float64) for _ in range(4)]
-    leaves.append(torch.randn(64, generator=own, dtype=torch.float64))
-    known = dict(zip(("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T"), leaves, strict=True))
+    known = {}
+    for name in ("logprobs_T", "old_T", "ref_T", "sampler_T", "advantages_T"):
+        known[name] = -torch.rand(64, generator=own, dtype=torch.float64)
     entropy_T = torch.ones(64, dtype=torch.float64, requires_grad=True)
-    tokens = kl_estimators.make_tokens(script, **known, entropy_T=entropy_T)
+    tokens = kl_estimators.make_tokens(subject.script, **known, entropy_T=entropy_T)
     args = subject.with_flags(entropy_coef=0.01, kl_estimator="k3")
-    loss_T = script.token_loss(tokens, 0.1, args)[0]
-    slope_T = torch.autograd.grad(loss_T.sum(), entropy_T, allow_unused=True, materialize_grads=True)[0]
+    loss_T = subject.script.token_loss(tokens, 0.1, args)[0]
+    slope_T = torch.zeros(64)
+    if loss_T.requires_grad:
+        loss_T.sum().backward()
+        slope_T = entropy_T.grad
     findings = []
     if not slope_T.any() or (slope_T > 0).any():
         text = "with --entropy_coef 0.01 and a KL, the loss does not fall as the entropy grows"
         findings.append(Finding(1, "entropy", FAIL, text, where))
     hotter = subject.with_flags(entropy_coef=0.01, kl_estimator="k3", temperature=2 * args.temperature)
-    if not torch.equal(loss_T, script.token_loss(tokens, 0.1, hotter)[0]):
+    again_T = subject.script.token_loss(tokens, 0.1, hotter)[0]
+    if not torch.equal(loss_T, again_T):
         text = "token_loss depends on --temperature, at which its log-probs already are"
         findings.append(Finding(1, "temperature", FAIL, text, where))
     return findings

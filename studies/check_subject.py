@@ -11,17 +11,22 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
 import script_loader
-from enumeration import CONDITIONS
+import torch
+from enumeration import CONDITIONS, F64
+from framework_losses import Adapter, Loss, Micro
 from probe_run import CriticView, GroupView
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 import grpo
 from runtime.arguments import flags
@@ -42,6 +47,17 @@ CALLS = {  # as the parts that start no run call a script's functions
     "token_loss": "token_loss(tokens, beta, args)",
     "group_advantages": "group_advantages(rewards_PG, kind, eps)",
     "loss_weights": "loss_weights(samples, in_loss, args)",
+}
+SAME = 1e-6  # relative difference below which two gradients are one
+SIZES = (1, 4, 2, 3, 2, 4)  # tokens of the responses of a small batch: its counts differ from one another
+ROWS = Micro._fields[:7]
+TOKEN, SEQUENCE, RESPONSE, CONSTANT, SUM = "token", "sequence", "response sum", "constant", "sum"
+DIVISORS = {  # what the sum of all tokens is divided by
+    SUM: lambda mask: 1,
+    SEQUENCE: lambda mask: len(mask) * mask.sum(1, keepdim=True),
+    TOKEN: lambda mask: mask.sum(),
+    RESPONSE: len,
+    CONSTANT: lambda mask: mask.numel(),
 }
 LOSS = ("add_gradients", "token_logprobs", "outputs", "prompt_cache")
 NEEDED = ("Args", "Tokens", "token_loss", "loss_weights", "main", "preflight")
@@ -192,6 +208,94 @@ class SmallSubject(Subject):
         of_advantages = function in ("group_advantages", "gae")
         names = ("set_advantages",) if of_advantages else LOSS
         return edited.first_place(*names)
+
+
+class LossView:
+    """A framework's loss with the token_loss of a script."""
+
+    fields = tuple(f"{name}_T" for name in ROWS[:5])
+    Tokens = dataclasses.make_dataclass("Tokens", [*fields, "response_T"])
+    Args = SimpleNamespace
+
+    def __init__(self, name: str, loss: Loss):
+        self.__file__ = name
+        self.loss = loss
+        self.mean, self.factor = self.find_mean()
+
+    def find_mean(self) -> tuple[str, float]:
+        """Return what the loss divides by, and a further factor: of the gradient for advantages and ratios of 1."""
+        old_T = torch.linspace(-3, -0.1, sum(SIZES), dtype=F64)
+        step = self.step(SIZES, [old_T] * 4 + [torch.ones_like(old_T)])
+        weights = -self.gradient(step)
+        found = {}
+        for name, divisor in DIVISORS.items():
+            share = (weights * divisor(step.mask))[(weights != 0) & (step.mask > 0)]
+            if len(share) > 0 and (share - share[0]).abs().max() < SAME * share.abs().max():
+                found[name] = share[0].abs().item()
+        name = min(found, key=lambda name: abs(found[name] - 1) > SAME, default="")  # without a factor, if there is one
+        return name, found.get(name, 1.0)
+
+    def step(self, sizes: Sequence[int], values: Sequence[Tensor], **more) -> Micro:
+        """Return all rows of a step, of values one response after the other: the first five fields of a Micro."""
+        values = [*values, torch.ones_like(values[0])]
+        *rows, mask = [pad_sequence(value_T.split(list(sizes)), batch_first=True) for value_T in values]
+        return Micro(*rows, mask, torch.ones_like(mask), torch.arange(len(sizes)), mask, **more)
+
+    def gradient(self, step: Micro, cuts: Sequence[Sequence[int]] = (), ranks: int = 1) -> Tensor:
+        """Return the gradient of a step, [R, T], that is cut into these rows, which are dealt to ranks."""
+        leaf = step.logprobs.detach().clone().requires_grad_()
+        cuts = cuts or [range(len(leaf))]
+        total = 0.0
+        for rows in cuts:
+            own = torch.tensor(list(rows))
+            parts = {name: getattr(step, name)[own] for name in ROWS}
+            parts |= {"logprobs": leaf[own], "rows": own}
+            parts |= {"micro_batches": len(cuts) // ranks, "ranks": ranks}
+            total = total + self.loss(step._replace(**parts)) / ranks
+        return torch.autograd.grad(total, leaf, allow_unused=True, materialize_grads=True)[0]
+
+    def token_loss(self, tokens, beta: float, args) -> tuple[Tensor, dict]:
+        """Return a loss per token, [T], with the gradient of the framework's loss, before it is divided by counts."""
+        sizes = tokens.response_T.unique_consecutive(return_counts=True)[1].tolist()
+        kl = {"beta": beta, "estimator": args.kl_estimator} if beta else {}
+        step = self.step(sizes, [getattr(tokens, name) for name in self.fields], **kl)
+        mean = RESPONSE if self.mean == SEQUENCE else self.mean or SUM  # what divides by the length stays in the loss
+        slopes_T = self.gradient(step)[step.mask > 0] * DIVISORS[mean](step.mask) / self.factor
+        moved_T = tokens.logprobs_T - tokens.logprobs_T.detach()
+        return slopes_T.to(moved_T.dtype) * moved_T, {}
+
+
+class LossSubject(Subject):
+    """A framework's loss next to PPO's."""
+
+    base_name = "PPO, clip 0.2"
+
+    def __init__(self, name: str, loss: Loss, adapter: Adapter):
+        base = SimpleNamespace(Tokens=grpo.Tokens, token_loss=grpo.token_loss)
+        super().__init__(
+            LossView(name, loss),
+            grpo.Args(),
+            base,
+            grpo.Args(),
+            frozenset(),
+        )
+        self.adapter = adapter
+        self.takes_old = adapter.old
+
+    def place(self, function: str, phase: str = "") -> str:
+        return self.name
+
+    def named(self, losses: dict[str, Callable]) -> dict[str, Callable]:
+        """Return the known losses, grpo.py's as PPO clip; next to a mean within each response also over its length."""
+        own, *_ = losses
+        losses = {"PPO clip": losses.pop(own)} | losses
+        if self.script.mean != SEQUENCE:
+            return losses
+
+        def shorter(loss: Callable, b) -> Tensor:
+            return loss(b) / b.lengths[b.owner]
+
+        return losses | {f"{name} / length": partial(shorter, loss) for name, loss in losses.items()}
 
 
 def with_flags(args: Any, **changes: Any) -> Any:

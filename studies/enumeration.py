@@ -20,7 +20,6 @@ from torch import Tensor
 PROMPTS = 2
 VOCABULARY = 3
 END = 0  # the token that ends a response
-TURN = 2  # tokens of the first turn, where a response is read as one of two turns
 F64 = torch.float64
 
 
@@ -58,11 +57,6 @@ class World:
         self.owner = torch.tensor(owner)  # [N], the response of each token
         self.lengths = torch.bincount(self.owner)  # [R]
         self.prompts = torch.tensor([prompt for prompt, _ in self.responses])  # [R]
-        earlier = [[0.0] * TURN + [sum(tokens[:TURN]) / 4] * max_length for _, tokens in self.responses]
-        lengths = self.lengths.tolist()
-        self.past = torch.tensor(
-            [x for row, n in zip(earlier, lengths, strict=True) for x in row[:n]], dtype=F64
-        )  # [N]
         self.n_rows = len(row_of_prefix)
         self.prompt_of_row = torch.tensor([prompt for prompt, _ in row_of_prefix])
         self.rewards = self.draw_rewards(seed, binary)  # [R]
@@ -103,11 +97,7 @@ class World:
     def prompt_means(self, logits: Tensor) -> Tensor:
         """E[R | prompt] under a policy, [prompts]."""
         weighted = PROMPTS * self.probabilities(logits) * self.rewards
-        return torch.zeros(PROMPTS, dtype=F64).index_add(
-            0,
-            self.prompts,
-            weighted,
-        )
+        return torch.zeros(PROMPTS, dtype=F64).index_add(0, self.prompts, weighted)
 
     def advantages(self, sampler: Tensor) -> Tensor:
         """R minus the exact mean reward of its prompt under the sampler, [R]."""

@@ -80,10 +80,11 @@ def make_response(probe: Probe, prompt_ids: list[int], number: int, end: int) ->
 
     common = ids(3)
     kinds = [ids(0), ids(LONGEST), common + ids(2), common + ids(5)]
-    if probe.other_truncated:
+    is_truncated = number == 1 and not has_equal_rewards(prompt_ids)
+    if probe.other_truncated and is_truncated:
         kinds[1] = ids(LONGEST)
     spans = [(1, 3)] if probe.observed and number >= 2 else []
-    if number == 1 and not has_equal_rewards(prompt_ids):
+    if is_truncated:
         return kinds[1], "length", spans
     kinds[1] = kinds[1][:-1]
     return [*kinds[number % GROUP], end], "stop", spans
@@ -180,7 +181,7 @@ class FixedVerifiers:
         self.probe = probe
         self.args = args
 
-    def submit(self, sample, problem) -> tuple:
+    def submit(self, sample, problem, step: int | None = None) -> tuple:
         return sample, problem, []
 
     def collect(self, submitted: list[tuple], on_result, gather=list) -> list:

@@ -1,19 +1,22 @@
-"""Modules of other frameworks, imported from their wheels or sources without what these depend on.
+"""Modules of other frameworks, read from their wheels or sources without what these depend on.
 
-A module that a framework imports and that is absent is replaced by a placeholder; what is called is the framework's own
-file, and none of it needs a placeholder to compute.
+Only the modules that are asked for run. All else that they import is a placeholder, but for the libraries in REAL; what
+is called needs no placeholder to compute.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
-import importlib.machinery
+import builtins
+import dataclasses
+import importlib.util
 import inspect
 import sys
-import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+
+REAL = {*sys.stdlib_module_names, "torch", "numpy", "pydantic", "transformers"}
 
 
 class Anything:
@@ -25,8 +28,8 @@ class Anything:
         return Anything()
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        is_decorated = len(given) == 1 and not named and (inspect.isfunction(given[0]) or inspect.isclass(given[0]))
-        return given[0] if is_decorated else Anything()
+        decorates = len(given) == 1 and not named and (inspect.isfunction(given[0]) or inspect.isclass(given[0]))
+        return given[0] if decorates else Anything()
 
     def __getitem__(self, key: Any) -> Anything:
         return self
@@ -46,10 +49,8 @@ class Anything:
         return ()
 
 
-class Placeholder(types.ModuleType):
-    """A module that has whatever is asked of it, for modules that a framework imports and we do not call."""
-
-    __path__: list[str] = []  # noqa: RUF012  # makes it a package
+class Placeholder(ModuleType):
+    """A module that has whatever is asked of it."""
 
     def __getattr__(self, name: str) -> Anything:
         if name.startswith("__"):
@@ -57,81 +58,83 @@ class Placeholder(types.ModuleType):
         return Anything()
 
 
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds placeholders for absent modules, and for those modules of a framework that are not asked for."""
+class Framework:
+    """The modules of one version of a framework, from these folders or as installed; only those asked for run."""
 
-    def __init__(self):
-        self.absent: set[str] = set()
-        self.asked: dict[str, tuple[str, ...]] = {}  # framework -> the modules that are imported, with what is in them
-        self.folders: list[str] = []
+    def __init__(self, folders: Sequence[Path], asked: tuple[str, ...]):
+        self.folders = folders or [Path(folder) for folder in sys.path]
+        self.asked = asked
+        self.names = {one.split(".")[0] for one in asked}
+        self.modules: dict[str, ModuleType] = {}
 
-    def find_spec(self, name: str, path=None, target=None):
-        if any(f"{name}.".startswith(f"{absent}.") for absent in self.absent):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        asked = self.asked.get(name.split(".")[0], ())
-        if not asked or any(f"{name}.".startswith(f"{one}.") for one in asked):
-            return None
-        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
-        if any(one.startswith(f"{name}.") for one in asked):  # a package on the way, without its __init__.py
-            places = [str(Path(folder, *name.split("."))) for folder in [*self.folders, *sys.path]]
-            spec.submodule_search_locations = [place for place in places if Path(place).is_dir()]
-        return spec
+    def file(self, name: str) -> Path | None:
+        """Return the file of a module that is asked for, or its folder if it has only that, or None."""
+        if any(f"{name}.".startswith(f"{one}.") for one in self.asked):
+            for folder in self.folders:
+                path = folder.joinpath(*name.split("."))
+                for file in (path.with_suffix(".py"), path / "__init__.py", path):
+                    if file.exists():
+                        return file
+        return None
 
-    def create_module(self, spec):
-        module = Placeholder(spec.name)
-        module.__path__ = spec.submodule_search_locations
+    def load(self, name: str) -> ModuleType:
+        """Return a module of the framework. ImportError: it has no such file."""
+        if self.file(name) is None:
+            raise ImportError(f"no file of {name} in {', '.join(map(str, self.folders))}")
+        return self.module(name)
+
+    def module(self, name: str) -> ModuleType:
+        """Return a module that has run, or a placeholder. A user's file can import those of the framework, too."""
+        package, _, child = name.rpartition(".")
+        parent = self.module(package) if package else None  # which may import this module
+        if name in self.modules:
+            return self.modules[name]
+        file = self.file(name)
+        has_code = file is not None and file.is_file()
+        module = ModuleType(name) if has_code else Placeholder(name)
+        self.modules[name] = module
+        if name.split(".")[0] in self.names:
+            sys.modules[name] = module
+        if parent is not None:
+            setattr(parent, child, module)
+        if has_code:
+            own = vars(builtins) | {"__import__": self.imported}
+            is_package = file.name == "__init__.py"
+            known = {"__file__": str(file), "__package__": name if is_package else package, "__builtins__": own}
+            vars(module).update(known)
+            exec(compile(file.read_text(), file, "exec"), vars(module))
         return module
 
-    def exec_module(self, module):
-        pass
+    def imported(self, name: str, globals: dict, locals: Any = None, names: tuple = (), level: int = 0) -> ModuleType:
+        """Import for a module of the framework: the function that an import statement calls."""
+        if level:
+            name = importlib.util.resolve_name("." * level + name, globals["__package__"])
+        if name.split(".")[0] in REAL:
+            return builtins.__import__(name, globals, locals, names)
+        module = self.module(name)
+        for child in names or ():
+            if self.file(f"{name}.{child}") is not None:
+                self.module(f"{name}.{child}")
+        return module if names else self.module(name.split(".")[0])
 
 
-FINDER = Finder()
+def fit(function: Callable, **known: Any) -> Any:
+    """Call a function with those of these arguments that it takes: versions of a framework differ in them."""
+    taken = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values()):
+        return function(**known)
+    return function(**{name: value for name, value in known.items() if name in taken})
 
 
-def forget(framework: str) -> None:
-    """Remove the modules of a framework, so that another version of it can be imported."""
-    for name in [name for name in sys.modules if name.split(".")[0] == framework]:
-        del sys.modules[name]
+def scalar_of(result: Any) -> Any:
+    """Return the loss of what a loss function returns: itself, or the first of several values."""
+    return result[0] if isinstance(result, tuple) else result
 
 
-def load(
-    name: str,
-    folders: tuple[Path, ...] = (),
-    asked: tuple[str, ...] = (),
-    hidden: tuple[str, ...] = (),
-) -> types.ModuleType:
-    """Import a module of a framework, from these folders first, with placeholders for absent modules.
-
-    ``asked``: of the framework only these modules, and what is in them, are imported; its others are placeholders.
-    Without it all are. ``hidden``: libraries that are not called, and so need not be imported, unless they are already.
-    ImportError: the module itself is absent.
-    """
-    framework = name.split(".")[0]
-    if FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, FINDER)
-    FINDER.asked[framework] = asked
-    FINDER.folders = [str(folder) for folder in folders]
-    sys.path[:0] = [folder for folder in FINDER.folders if folder not in sys.path]
-    importlib.invalidate_caches()
-    unused = {library for library in hidden if library not in sys.modules} - FINDER.absent
-    FINDER.absent |= unused
-    try:
-        return import_with_placeholders(name, framework)
-    finally:
-        FINDER.absent -= unused
-        for library in unused:
-            forget(library)
-
-
-def import_with_placeholders(name: str, framework: str) -> types.ModuleType:
-    """Import a module again and again, with a placeholder for one more module that is absent."""
-    while True:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            missing = error.name if error.name.split(".")[0] == framework else error.name.split(".")[0]
-            if f"{name}.".startswith(f"{missing}.") or missing in FINDER.absent:
-                raise
-            FINDER.absent.add(missing)
-            forget(framework)
+def defaults_of(kind: type, **changes: Any) -> SimpleNamespace:
+    """Return the default settings of a dataclass, without what its __post_init__ does, and with these changes."""
+    found = {}
+    for field in dataclasses.fields(kind):
+        is_made = field.default_factory is not dataclasses.MISSING
+        found[field.name] = field.default_factory() if is_made else field.default
+    return SimpleNamespace(**found | changes)

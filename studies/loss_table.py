@@ -24,7 +24,6 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the scripts are not a package
@@ -59,8 +58,6 @@ class Batch(NamedTuple):
     owner: Tensor  # the response of each token
     lengths: Tensor  # [R], tokens of each response
     drift: Tensor  # the exact KL(sampler||pi) of the next token after each token's prefix
-    past: Tensor  # what the turns before the token's own have brought: a part of the response's reward
-    baselines: Tensor  # optimal_baselines minus the mean reward, which the advantages have already
     vocabulary: Tensor  # [N, V], pi's log-probs of all next tokens after each token's prefix, with gradient
     drawn: Tensor  # [N, V], the sampler's probabilities of them
 
@@ -221,11 +218,6 @@ def gmpo(b: Batch) -> Tensor:
     return -b.advantages * ratio / b.lengths[b.owner]
 
 
-def return_to_go(b: Batch) -> Tensor:
-    """Credit a turn with its own and later rewards, not with past ones (variants/turn_rewards.patch)."""
-    return from_grpo(b._replace(advantages=b.advantages - b.past))
-
-
 def sapo(b: Batch) -> Tensor:
     """Replace the clip by a sigmoid of the ratio, steeper for negative advantages (SAPO of Qwen, arXiv 2511.20347)."""
     ratio = (b.logprobs - b.old).exp()
@@ -240,12 +232,6 @@ def dro(b: Batch) -> Tensor:
     moved = b.logprobs - b.sampler
     penalty = 0.05 / 2 * moved.square()
     return penalty - b.advantages * b.logprobs
-
-
-def optimal_token_baseline(b: Batch) -> Tensor:
-    """Return the loss of PPO clip with a baseline for every place in a response (OTB, arXiv 2602.07078)."""
-    advantages = b.advantages - b.baselines
-    return from_grpo(b._replace(advantages=advantages))
 
 
 def ipo(b: Batch, change: float = 0.3) -> Tensor:
@@ -275,26 +261,10 @@ def topr(b: Batch) -> Tensor:
     return -weight * b.advantages * b.logprobs
 
 
-def centered_scores(b: Batch, cap: float = math.inf, weigh: bool = False) -> Tensor:
-    """Subtract from the score of a token its mean under the sampler (score centering, arXiv 2609.20807).
-
-    ``weigh``: both have the weight pi / sampler, at most ``cap``.
-    """
-    weights = (
-        (b.vocabulary.exp() / b.drawn).detach().clamp(max=cap)
-        if weigh
-        else torch.ones_like(
-            b.drawn,
-        )
-    )
-    own = (b.logprobs - b.sampler).detach().exp().clamp(max=cap) if weigh else 1.0
-    mean = (b.drawn * weights * b.vocabulary).sum(-1)
-    return -b.advantages * (own * b.logprobs - mean)
-
-
-def centered_tis(b: Batch) -> Tensor:
-    """Return score centering with truncated weights."""
-    return centered_scores(b, cap=2.0, weigh=True)
+def centered_scores(b: Batch) -> Tensor:
+    """Subtract from the score of a token its mean under the sampler (score centering, arXiv 2609.20807)."""
+    mean = (b.drawn * b.vocabulary).sum(-1)
+    return -b.advantages * (b.logprobs - mean)
 
 
 LOSSES: dict[str, Callable[[Batch], Tensor]] = {
@@ -317,50 +287,20 @@ LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     "CISPO": cispo,
     "GSPO": gspo,
     "GMPO": gmpo,
-    "return to go": return_to_go,
     "SAPO": sapo,
     "DRO": dro,
-    "OTB": optimal_token_baseline,
     "IPO": ipo,
     "prefix product": prefix_product,
     "prefix minimum": prefix_minimum,
     "TOPR": topr,
     "score centering": centered_scores,
-    "centering, TIS 2": centered_tis,
 }
-
-
-def optimal_baselines(world: World, policies: Policies) -> Tensor:
-    """OTB's baseline of each token, [N]: the mean reward of what is as long, weighted by squared gradients up to there.
-
-    Squared gradients of log pi in the logits: 1 - 2 pi(token) + the sum of pi^2, of the trainer's policy.
-    """
-    owner = world.owner
-    chances = policies.old.softmax(-1)
-    sums = chances.square().sum(-1)
-    own = world.token_logprobs(policies.old).exp()
-    squares = 1 - 2 * own + sums[world.rows]
-    ends = world.lengths.cumsum(0)
-    first = (ends - world.lengths)[owner]
-    before = F.pad(squares.cumsum(0), (1, 0))
-    squares = before[1:] - before[first]
-    place = torch.arange(len(first)) - first
-    place += world.prompts[owner] * world.max_length
-    drawn = world.probabilities(policies.sampler)
-    weights = drawn[owner] * squares
-    gains = weights * world.rewards[owner]
-    nothing = torch.zeros(PROMPTS * world.max_length, dtype=F64)
-    above = nothing.index_add(0, place, gains)
-    below = nothing.index_add(0, place, weights)
-    return (above / below)[place]
 
 
 def batch_of(world: World, policies: Policies) -> Batch:
     """Each response of the world once, with exact advantages."""
     sampler = policies.sampler.log_softmax(-1)
     drift = (sampler.exp() * (sampler - policies.pi.log_softmax(-1))).sum(-1)
-    means = world.prompt_means(policies.sampler)[world.prompts]
-    baselines = optimal_baselines(world, policies)
     return Batch(
         logprobs=world.token_logprobs(policies.pi).requires_grad_(),
         old=world.token_logprobs(policies.old),
@@ -369,8 +309,6 @@ def batch_of(world: World, policies: Policies) -> Batch:
         owner=world.owner,
         lengths=world.lengths,
         drift=drift[world.rows],
-        past=world.past,
-        baselines=baselines - means[world.owner],
         vocabulary=policies.pi.log_softmax(-1)[world.rows].requires_grad_(),
         drawn=sampler.exp()[world.rows],
     )
@@ -409,14 +347,8 @@ def loss_row(name: str, world: World, policies: Policies) -> Row:
 
 GROUP = 4  # responses per prompt
 RECIPES: dict[str, dict] = {
-    "constant": {
-        "loss_norm": "constant",
-        "advantage_normalization_type": "leave_one_out",
-    },
-    "sequence": {
-        "loss_norm": "sequence",
-        "advantage_normalization_type": "leave_one_out",
-    },
+    "constant": {"loss_norm": "constant", "advantage_normalization_type": "leave_one_out"},
+    "sequence": {"loss_norm": "sequence", "advantage_normalization_type": "leave_one_out"},
     "token": {"loss_norm": "token", "advantage_normalization_type": "leave_one_out"},
     "centered": {"loss_norm": "constant", "advantage_normalization_type": "centered"},
     "std": {"loss_norm": "constant", "advantage_normalization_type": "standard"},

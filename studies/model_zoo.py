@@ -56,21 +56,11 @@ SIZES = {
     "pad_token_id": 0,
 }
 BOTH = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WHOLE_HEADS = {"num_key_value_heads": 2}
 GPT = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}
-LATENT = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-}
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 ROUTED |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32}
@@ -232,7 +222,7 @@ VERIFIER = """from rewards import Reward
 
 
 def parity(response, truth, row):
-    return Reward(float(len(response) % 2))  # a random model gets it for half of its responses
+    return Reward(float(sum(response.encode()) % 2))  # a random model gets it for half of its responses
 """
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ': ' + m['content'] + '\\n' }}{% endfor %}{{ 'a: ' }}"
 WORDS = {  # flags of both runs
@@ -250,7 +240,7 @@ WORDS = {  # flags of both runs
     "--save_minutes": "0",
     "--eval_prompts": "2",
     "--eval_every": "0",
-    "--eval_temperature": "0",
+    "--eval_sampling": '{"temperature": 0}',
     "--vllm_args": json.dumps({"kv_cache_memory_bytes": 2**26}),
 }
 SWITCHES = ("--no-mask_truncated_completions", "--no-mask_no_eos_with_zero")
@@ -524,7 +514,8 @@ def reason(outcome: str) -> str:
     found = re.sub(
         r"vLLM failed before its first sample.*?settings: (1 validation.*?error, |\w+: )*", "vLLM: ", outcome
     )
-    found = re.sub(r"; use --rollout hf.*| \([\w./]+\.py:\d+\)", "", found)
+    found = re.sub(r"; use --rollout hf.*| ?\([\w./]+\.py:\d+\)", "", found)
+    found = re.sub(r"vLLM: ?$", "vLLM: an assertion in its code fails", found)
     return found if len(found) <= 150 else f"{found[:150].rsplit(' ', 1)[0]} ..."
 
 

@@ -157,7 +157,7 @@ class Arm:
 
     def is_finished(self, seed: int) -> bool:
         """Return True for a finished run. Exits with code 2 for one that can neither be used nor continued."""
-        state, said = is_finished.state(self.args(seed), self.script.Args())
+        state, said = run_many.state_of(self.args(seed), self.script.Args())
         if state == is_finished.LEAVE:
             process.refuse(f"{said}; move this folder away, or give another --output_dir after --")
         return state == is_finished.FINISHED

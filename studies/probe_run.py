@@ -173,12 +173,12 @@ class Recorder:
         self.found.updates.append([])
         self.found.critic.append([])
 
-    def weigh(self, samples: list, in_loss: list[int], _) -> None:
+    def weigh(self, samples: list, in_loss: list[int], *_, **__) -> None:
         """Note the samples of the next optimizer step, by the arguments of the script's ``loss_weights``."""
         self.found.samples[-1] = list(samples)
         self.weighed = list(in_loss)
 
-    def note_coefficient(self, tokens, beta: float, *_) -> None:
+    def note_coefficient(self, tokens, beta: float, *_, **__) -> None:
         self.beta = float(beta)
 
     def add(self, stats, mb, t, loss_T: Tensor, pieces: dict) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import json
 import os
 import shlex
 import signal
@@ -71,9 +72,29 @@ def load_script(path: Path) -> ModuleType:
         importlib.import_module(name)
     identity.code_of(script.Args())  # now: an edit of a file during the sweep is not in what runs
     gc.freeze()  # no run searches what was imported here for garbage
-    if len(os.listdir("/proc/self/task")) > 1:
-        raise RuntimeError("an import has started a thread; a fork of this process would lack it")
+    threads = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    if len(threads) > 1:
+        raise RuntimeError(f"an import has started threads ({', '.join(threads)}); a fork of this process lacks them")
     return script
+
+
+def state_of(args, defaults) -> tuple[int, str]:
+    """Return ``is_finished.state``, found by a fork: reading data may start threads that later forks would lack."""
+    source, sink = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(sink, json.dumps(is_finished.state(args, defaults)).encode())
+        finally:
+            os._exit(2)  # if nothing was written, the reason is on the console
+    os.close(sink)
+    with open(source, encoding="utf-8") as answer:
+        text = answer.read()
+    os.waitpid(pid, 0)
+    if not text:
+        raise SystemExit(2)
+    state, said = json.loads(text)
+    return state, said
 
 
 def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
@@ -186,7 +207,7 @@ def main() -> int:
         if lanes.stopped:
             break
         args = flags.parse(script.Args, script.__doc__, words)
-        state, said = is_finished.state(args, script.Args())
+        state, said = state_of(args, script.Args())
         if state == is_finished.RUN or (state == is_finished.LEAVE and args.overwrite):
             lanes.start(script, words, folder)
         else:

@@ -62,7 +62,8 @@ EVIDENCE: dict[str, Row] = {
     "total_steps": row(1, "steps"),
     "total_episodes": row(16, "steps"),
     "total_epochs": row(1, "steps", dataset="FILES/few.jsonl", eval_prompts=0, total_steps=1),
-    "eval_every": row(1, "evaluated steps"),
+    "eval_every": row((1, 2), "evaluated steps"),
+    "stop_at": row("eval/pass@1=0", "steps", "evaluated steps", eval_every=1, total_steps=4),
     "save_every": row(1, "files"),
     "save_minutes": row(1e-6, "files"),
     "keep_checkpoints": row(1, "files", save_every=1),
@@ -132,7 +133,7 @@ EVIDENCE: dict[str, Row] = {
     # ---- evaluation
     "eval_prompts": row(3, "held-out prompts"),
     "eval_samples": row(1, "evaluation responses"),
-    "eval_temperature": row(0.5, "evaluation responses"),
+    "eval_sampling": row('{"top_k": 2}', "evaluation responses"),
     # ---- generation
     "max_response_length": row(4, "completions/length_max"),
     "temperature": row(0.5, "responses", "policy/entropy"),

@@ -248,7 +248,7 @@ def observe_samples(module, seen: dict[str, Any], patch) -> None:
 
         seen["verifier processes"] = len(process.children(verifiers.pool.nursery.process.pid))
 
-    def note_result(_, log, result) -> None:
+    def note_result(_, log, result, *rest) -> None:
         seen.setdefault("evaluated steps", []).append(result["step"])
         seen["eval metrics"] = sorted(result)
 

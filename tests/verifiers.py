@@ -19,6 +19,11 @@ def parity(response, truth, row):
     return Reward(float(len(response) % 2), {"correct": float(len(response) % 2)})
 
 
+def scheduled(response, truth, row):
+    """The progress of training, which an evaluation has behind it."""
+    return row["step"] / row["total_steps"] if row["messages"] else None
+
+
 def zero(response, truth, row):
     """The same for every response, so that no group has a gradient."""
     return Reward(0.0)

@@ -77,7 +77,7 @@ def _input_output_tests(truth: str, seconds: float) -> CodeTests:
     as well: some of APPS's are wrapped, others are not. Raises ValueError for what is not of this form.
     """
     tests = json.loads(truth)
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    inputs, outputs = tests.get("inputs", tests.get("input")), tests.get("outputs", tests.get("output"))
     entry = tests.get("fn_name") or ""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError('must hold "inputs" and "outputs", two lists of equal length, and at least one of each')
@@ -149,6 +149,7 @@ def read_tests(truth: str, row: dict) -> CodeTests:
     else:
         if missing := NOT_RUN.search(truth):
             raise ValueError(f"it uses {missing[0]}, and of unittest and pytest only {SUPPORTED} are supported")
+        truth = f"{row.get('test_setup_code') or ''}\n{truth}"  # of MBPP
         before = _python_prompt(row.get("prompt"), entry)
         ast.parse(f"{before}\n{truth}")
         tests = CodeTests(entry, seconds, check=truth, before=before)

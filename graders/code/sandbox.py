@@ -32,15 +32,8 @@ import types
 
 MEMORY = 2**30  # bytes of address space a process, and bytes resident of all processes of a program together
 FILES = 2**25  # bytes of all files of a program
-LIMITS = {  # RLIMIT_*: bytes and counts, for one process or, NPROC, all
-    "AS": MEMORY,
-    "FSIZE": 2**22,
-    "NPROC": 16,
-    "NOFILE": 64,
-    "CORE": 0,
-    "MSGQUEUE": 0,
-    "MEMLOCK": 2**16,
-}
+# RLIMIT_*: bytes and counts, for one process or, NPROC, all
+LIMITS = {"AS": MEMORY, "FSIZE": 2**22, "MEMLOCK": 2**16, "NPROC": 16, "NOFILE": 64, "CORE": 0, "MSGQUEUE": 0}
 LONGEST_LINE = 2**22  # bytes of one line from a program
 CHANNEL = 3  # the program's file descriptor of its channel
 WATCH_SECONDS = 0.05  # between two looks at the memory of a program
@@ -48,10 +41,8 @@ WATCH_SECONDS = 0.05  # between two looks at the memory of a program
 PACKAGES = ("numpy", "sympy", "mpmath", "networkx", "sortedcontainers")
 PACKAGE_FOLDER = "/packages"  # in the new root
 # Libraries of the system that wheels may count on (PEP 513, PEP 571, PEP 599).
-WHEEL_LIBRARIES = (
-    *("libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"),
-    *("libutil.so.1", "libz.so.1"),
-)
+WHEEL_LIBRARIES = ("libgcc_s.so.1", "libstdc++.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0")
+WHEEL_LIBRARIES += ("libutil.so.1", "libz.so.1")
 HOME = "/sandbox"  # in the new root, a file system in memory
 RUN = "/run"  # in there: the program's input and output, and its folder tmp
 DEVICES = ("null", "full", "random", "urandom")  # not zero: to map it shared is to share memory
@@ -99,10 +90,8 @@ shmctl 31 195, shmget 29 194, swapoff 168 225, swapon 167 224, syslog 103 116, u
 userfaultfd 323 282
 """
 CLONE3 = 435  # its flags lie in memory where a filter cannot look; libc falls back to clone
-ARCHITECTURES = {  # audit number, and the numbers of socket, clone and mmap
-    "x86_64": (0xC000003E, 41, 56, 9),
-    "aarch64": (0xC00000B7, 198, 220, 222),
-}
+# Audit number, and the numbers of socket, clone and mmap.
+ARCHITECTURES = {"x86_64": (0xC000003E, 41, 56, 9), "aarch64": (0xC00000B7, 198, 220, 222)}
 SHARED_MEMORY, HUGE_PAGES = 0x21, 0x40000  # flags of mmap: MAP_SHARED with MAP_ANONYMOUS, MAP_HUGETLB
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06  # instructions of a filter
 KILL, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000  # its verdicts; FAIL takes an error number
@@ -503,16 +492,11 @@ def _start_server() -> None:
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-I", "-S", "-"]  # a program that is read from stdin
+    command += [str(theirs.fileno()), json.dumps(packages()), SOURCES[1], f"of={os.getpid()}"]
+    silent = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with theirs:
         process = subprocess.Popen(
-            [*command, str(theirs.fileno()), json.dumps(packages()), SOURCES[1], f"of={os.getpid()}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd="/",
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
+            command, env={}, cwd="/", pass_fds=[theirs.fileno()], start_new_session=True, **silent
         )
     with process.stdin:
         process.stdin.write(SOURCES[0].encode())
@@ -563,13 +547,9 @@ class Sandbox:
         self.isolated = isolated
         name = f"sandbox-{os.getpid()}-{os.urandom(8).hex()}"
         self.home = f"{tempfile.gettempdir()}/{name}"  # where there is no isolation
-        settings = {
-            "isolated": isolated,
-            "seconds": seconds,
-            "limits": {**LIMITS, "CPU": int(seconds) + 2},
-            "home": self.home,
-            "user": int(isolated and os.geteuid() == 0),  # a number in the namespace
-        }
+        settings = {"isolated": isolated, "seconds": seconds, "home": self.home}
+        settings["limits"] = {**LIMITS, "CPU": int(seconds) + 2}
+        settings["user"] = int(isolated and os.geteuid() == 0)  # a number in the namespace
         self.control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.channel = self.replies = self.output = None
         self.prepared = False

@@ -23,15 +23,19 @@ from graders.text import (
     without_delimiters,
 )
 
-RETRACTED = re.compile(  # "Wait, that is wrong", "This is incorrect", "(just kidding, it's 6)"
-    r"(?:^|[.!,\n(])\s*(?:wait|actually|no|sorry|oops|hmm|th(?:is|at|ey)|it|but|just)\b"
-    r"[^.\n]{0,40}\b(?:wrong|incorrect|false|(?<!common )mistaken?|not right|kidding|contradict\w*)\b",
+IT_IS = r"\b(?:th(?:is|at|ese|ey)|it|my answer|i)(?: (?:answer|value|result|guess))?"
+IT_IS += r"(?:'s|\u2019s| is| are| was| were| am| seems| must be)(?: \w+ly| just| still)?"
+WRONG = r"(?:wrong|incorrect|false|mistaken|a mistake|not (?:right|correct))\b(?!-| (?:to|that|if|when|for|angle|tri))"
+RETRACTED = re.compile(  # "Wait, that is wrong", "This is incorrect", "This contradicts (1)", "(just kidding, it's 6)"
+    r"(?:^|[.!,\n(])\s*(?:(?:wait|actually|no|sorry|oops|hmm|but)\b[^.\n]{0,40}?)?"
+    rf"(?:{IT_IS} {WRONG}|\b(?:this|that|it|which) (?:contradicts|is a contradiction)\b|\bjust kidding\b)",
     re.IGNORECASE,
 )
 SUPPOSED = re.compile(  # the beginning of a sentence in which "the answer is" states nothing
-    r"\b(?:if|whether|unless|suppos\w+|assum\w+|imagin\w+|pretend\w*|refus\w+|den(?:y|ies)|doubt\w*|false|untrue"
-    r"|mistak\w+|let's say|(?<!\bI )(?<!\bwe )(?:think|thinks|thought|guess|guesse[sd]|claim\w*|believes?|says?|said))"
-    r"\b[^.!?\n,;:]*$",
+    r"\b(?:(?:if|whether|unless)\b[^.!?\n,;:]*"
+    r"|(?:suppos\w+|assum\w+|imagin\w+|pretend\w*|den(?:y|ies)|doubt\w*|false|untrue|let's say"
+    r"|(?<!\bI )(?<!\bI would )(?<!\bwe )(?:think|thinks|thought|guess|guesse[sd]|claims?|believes?|says?|said))"
+    r"(?: for [a-z ]{1,20})?(?: that)? (?:the|that|my|our|your|its) (?:[a-z]+ )?)$",
     re.IGNORECASE,
 )
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import importlib.util
-import itertools
 import math
 import os
 import re
@@ -29,7 +27,6 @@ NAME_BYTES = 255  # of a file's or folder's name, on every usual file system
 
 def check(args: RunFlags, world_size: int) -> None:
     """Reject settings that no script supports or that would be ignored. Loads no model, writes nothing."""
-    check_launch(world_size)
     check_launcher(args)
     check_places(args)
     check_words(args)
@@ -69,11 +66,8 @@ VLLM_TAKEN = {
 def vllm_arguments() -> set[str]:
     """Return the names of vLLM's engine arguments, read from its source, since its import takes seconds."""
     found = importlib.util.find_spec("vllm")
-    if found is None:
-        return set()
-    tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"]
-    return {line.target.id for node in classes for line in node.body if isinstance(line, ast.AnnAssign)}
+    file = Path(found.origin).parent / "engine" / "arg_utils.py" if found else Path(os.devnull)
+    return set(re.findall(r"^    (\w+): ", file.read_text(encoding="utf-8"), re.MULTILINE))  # fields of classes
 
 
 def check_engine_args(args: Any) -> None:
@@ -81,8 +75,8 @@ def check_engine_args(args: Any) -> None:
     names = vllm_arguments() if args.engine_args else set()
     for name, value in args.engine_args.items():
         if names and name not in names | VLLM_TAKEN.keys():
-            near = difflib.get_close_matches(name, names) or ["an argument of its LLM class"]
-            refuse(f"--vllm_args: vLLM has no argument {name}; perhaps you meant {', '.join(near)}")
+            near = ", ".join(difflib.get_close_matches(name, names)) or "an argument of its LLM class"
+            refuse(f"--vllm_args: vLLM has no argument {name}; perhaps you meant {near}")
         if name in VLLM_TAKEN:
             refuse(f"--vllm_args: {name} is set by {VLLM_TAKEN[name]}; leave it out")
         if name in VLLM_RESOURCES and type(value) is int and value <= 0:
@@ -147,40 +141,30 @@ def check_training(args: RunFlags) -> None:
     episodes = args.total_episodes
     dropped = args.dataset_filter
     check_warmup_steps("--warmup_steps ", args.warmup_steps)
+    if min(args.evaluated) < 0:
+        refuse(f"--eval_every {args.eval_every}: N and FIRST must be 0 or more")
+    if args.goal is not None and 0 in (args.eval_prompts, args.evaluated[0]):
+        refuse(f"--stop_at {args.stop_at} has no effect without evaluations between steps: see --eval_every")
     if args.num_mini_batches > prompts:
-        refuse(
-            f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}: all "
-            f"samples of a prompt go into the same mini-batch; use at most one mini-batch per prompt"
-        )
+        refuse(f"--num_mini_batches {args.num_mini_batches} is more than --num_unique_prompts_rollout {prompts}")
     if episodes is not None and episodes < prompts * group:
-        refuse(
-            f"--total_episodes {episodes} is less than the {prompts * group} samples of one step "
-            f"(--num_unique_prompts_rollout {prompts} x --num_samples_per_prompt_rollout {group}); increase it"
-        )
+        refuse(f"--total_episodes {episodes} is less than the {prompts * group} samples of one step; increase it")
     lengths = [name for name in ("total_episodes", "total_epochs") if getattr(args, name) is not None]
     lengths += {"total_steps"} & (args.flags_set or set())
     if len(lengths) > 1:
         refuse(f"{' and '.join(f'--{name}' for name in lengths)} both set the length of the run; pass one of them")
     if args.micro_batch_tokens is not None and args.micro_batch_tokens < longest:
-        refuse(
-            f"--micro_batch_tokens {args.micro_batch_tokens} is smaller than the longest sample: --max_prompt_length "
-            f"{args.max_prompt_length} + --max_response_length {args.max_response_length} = {longest}"
-        )
+        tokens = args.micro_batch_tokens
+        refuse(f"--micro_batch_tokens {tokens}: prompt and response may have {longest} tokens; use at least as many")
     if args.ignore_eos and args.mask_truncated_completions:
         refuse(
-            "--ignore_eos truncates every response, and --mask_truncated_completions excludes truncated responses "
-            "from the loss; add --no-mask_truncated_completions"
+            "--ignore_eos truncates every response, which is then not trained on: add --no-mask_truncated_completions"
         )
     if args.overlong_buffer >= args.max_response_length:
-        refuse(
-            f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length "
-            f"{args.max_response_length}; otherwise the penalty starts before the first token"
-        )
+        most = args.max_response_length
+        refuse(f"--overlong_buffer {args.overlong_buffer} must be below --max_response_length {most}")
     if args.generation_size is not None and args.generation_size < group:
-        refuse(
-            f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}, the "
-            f"number of responses to keep; increase it"
-        )
+        refuse(f"--generation_size {args.generation_size} is less than --num_samples_per_prompt_rollout {group}")
     if dropped is not None and not (0 < dropped[0] < 1 and 0 < dropped[1] <= 1):
         refuse(f"--dataset_filter {dropped}: SHARE must be above 0 and below 1, and THRESHOLD above 0 and at most 1")
     if not all(0 <= beta <= 1 for beta in args.adam_betas):
@@ -199,26 +183,19 @@ def check_kl(args: Any) -> None:
     in_reward = args.kl_placement in ("reward", "both")
     loss_coef, reward_coef = args.kl_coefficients
     if not in_reward and (args.kl_reward_coef is not None or args.kl_reward_estimator != "k1"):
-        refuse(
-            f"--kl_reward_coef and --kl_reward_estimator need the KL in the reward, but --kl_placement is "
-            f"{args.kl_placement}; use --kl_placement reward or both"
-        )
+        place = args.kl_placement
+        refuse(f"--kl_reward_coef and --kl_reward_estimator: --kl_placement is {place}; use reward or both")
     if args.kl_placement == "reward" and args.beta > 0 and args.kl_reward_coef is not None:
         refuse(
-            f"--beta {args.beta:g} and --kl_reward_coef {args.kl_reward_coef}: --kl_placement reward has a single "
-            f"coefficient; pass one of the two flags, or use --kl_placement both"
+            "--beta and --kl_reward_coef: --kl_placement reward has one coefficient; pass one, or --kl_placement both"
         )
     target, horizon = target_and_horizon(args) if args.kl_target is not None else (math.inf, math.inf)
     if args.kl_target is not None and not ((reward_coef if in_reward else loss_coef) > 0 < min(target, horizon)):
-        refuse(
-            f"--kl_target adjusts the KL coefficient in the {'reward' if in_reward else 'loss'}; it needs "
-            f"--{'kl_reward_coef or --' if in_reward else ''}beta, TARGET and HORIZON above 0, and a "
-            f"--kl_placement other than none"
-        )
+        name = "kl_reward_coef or --beta" if in_reward else "beta"
+        refuse(f"--kl_target needs --{name}, TARGET and HORIZON above 0, and a --kl_placement other than none")
     if 0.2 * samples >= horizon:
         refuse(
-            f"--kl_target {target:g} {horizon:g}: the HORIZON {horizon:g} is too short for {samples} samples per step: "
-            f"the coefficient could reach 0; increase it"
+            f"--kl_target {target:g} {horizon:g}: HORIZON must be above {0.2 * samples:g}, a fifth of a step's samples"
         )
     if args.ref_policy_update is not None:
         freq, alpha = args.ref_policy_update
@@ -234,13 +211,12 @@ def check_engine(args: RunFlags, world_size: int) -> None:
     without_mask = "flash" in args.attn_implementation or args.attn_implementation == "varlen"
     if args.batch_layout == "shared" and without_mask:
         refuse(
-            f"--attn_implementation {args.attn_implementation} does not support the 4-D mask of shared rows; use "
-            f"--batch_layout packed"
+            f"--attn_implementation {args.attn_implementation} has no mask for shared rows; use --batch_layout packed"
         )
     if args.dtype == "float32" and without_mask:
         refuse("--dtype float32: flash attention does not support float32; use bfloat16 or --attn_implementation sdpa")
     if "param" in args.offload and args.zero_stage != 3:
-        refuse(f"--offload param needs --zero_stage 3, not {args.zero_stage}")
+        refuse(f"--offload param needs --zero_stage 3: stage {args.zero_stage} has all parameters on every rank")
     if args.vllm_sleep == "all" and args.zero_stage != 2:
         refuse(f"--vllm_sleep all needs --zero_stage 2: DeepSpeed cannot offload the states of stage {args.zero_stage}")
     for name, otherwise in NEEDS_VLLM.items():
@@ -260,10 +236,7 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
     tp = args.vllm_tensor_parallel_size
     apart = args.vllm_engines > 0
     if apart and args.vllm_sleep != "off":
-        refuse(
-            f"--vllm_sleep {args.vllm_sleep} with --vllm_engines {args.vllm_engines}: an engine on its own GPU frees "
-            f"no memory for a trainer; drop --vllm_sleep"
-        )
+        refuse("--vllm_sleep with --vllm_engines: an engine on its own GPU frees no memory for a trainer; drop one")
     if apart and args.vllm_engines * tp >= world_size:
         refuse(
             f"--vllm_engines {args.vllm_engines} of {tp} rank(s) each leave no trainer in a launch of {world_size} "
@@ -271,9 +244,8 @@ def check_dedicated(args: RunFlags, world_size: int) -> None:
         )
     if apart and tp > 1 and args.inflight_updates != "off":
         refuse(
-            f"--vllm_tensor_parallel_size {tp} with --vllm_engines {args.vllm_engines} and --inflight_updates "
-            f"{args.inflight_updates}: the ranks of one engine would update their weights at different steps; use "
-            f"--vllm_tensor_parallel_size 1 or --inflight_updates off"
+            f"--vllm_tensor_parallel_size {tp} with --vllm_engines: with --inflight_updates {args.inflight_updates} "
+            f"the ranks of an engine would update their weights at different steps; drop one of the three"
         )
 
 
@@ -283,25 +255,15 @@ def check_asynchrony(args: RunFlags) -> None:
     inflight = args.inflight_updates != "off"
     if args.async_steps > 1 and not inflight:
         refuse(
-            f"--async_steps {args.async_steps} with --inflight_updates off: an engine that updates its weights only "
-            f"between batches is at most one batch ahead, so more steps only make samples staler; use --async_steps "
-            f"1 or --inflight_updates recompute"
+            f"--async_steps {args.async_steps} with --inflight_updates off only makes samples staler than 1 does; use "
+            f"--async_steps 1 or --inflight_updates recompute"
         )
     if inflight and not ahead:
-        refuse(
-            f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more: with 0, no sequence is "
-            f"running when the weights are updated"
-        )
+        refuse(f"--inflight_updates {args.inflight_updates} needs --async_steps 1 or more")
     if ahead and args.vllm_sleep != "off":
-        refuse(
-            f"--vllm_sleep {args.vllm_sleep} with --async_steps {args.async_steps}: it discards the sequences that "
-            f"--async_steps keeps running during an update; pass one of them"
-        )
+        refuse("--vllm_sleep would discard the sequences that --async_steps keeps running; pass one of them")
     if ahead and args.dataset_filter is not None:
-        refuse(
-            "--dataset_filter with --async_steps: prompts requested ahead of training are drawn before the filter is "
-            "applied; pass one of them"
-        )
+        refuse("--dataset_filter cannot filter prompts that --async_steps has drawn already; pass one of them")
 
 
 def check_launcher(args: Any) -> None:
@@ -322,21 +284,3 @@ def check_launcher(args: Any) -> None:
                 f"accelerate's configuration sets {name.removeprefix('deepspeed_')} to {theirs}, which has no effect: "
                 f"leave it out there, and see --{flag}"
             )
-
-
-def check_launch(world_size: int) -> None:
-    """Reject a launch with --num_processes above 1 that started a single process.
-
-    On a machine without GPUs `accelerate launch --num_processes N` starts a single process, and says nothing, unless
-    DeepSpeed is named; only the parent's command line still has the requested number.
-    """
-    try:
-        parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except OSError:
-        return
-    wanted = [value for flag, value in itertools.pairwise(parent) if flag == "--num_processes"]
-    if wanted and "launch" in " ".join(parent) and int(wanted[-1]) > 1 and world_size == 1:
-        refuse(
-            f"--num_processes {wanted[-1]} was requested, but only one process was started: launch with "
-            f"--use_deepspeed or --config_file scripts/zero2.yaml"
-        )

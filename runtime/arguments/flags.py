@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import tyro
 
-from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, sources
+from runtime.arguments.values import ChatTemplate, ModelName, config_overrides, eval_sampling, sources, stop_at
 from runtime.system import user_files
 from runtime.system.process import json_object
 
@@ -34,13 +35,7 @@ PRESENTATION = (
     "resume",
 )
 # 2. Arguments for memory and speed, and limits that only end a run. Results stay the same, up to rounding.
-RESOURCES = (
-    "micro_batch_tokens",
-    "gradient_checkpointing",
-    "vllm_sleep",
-    "timeout",
-    "max_logprob_diff",
-)
+RESOURCES = ("micro_batch_tokens", "gradient_checkpointing", "vllm_sleep", "timeout", "max_logprob_diff", "stop_at")
 # Arguments in --vllm_args that only concern memory and speed.
 VLLM_RESOURCES = (
     *("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"),
@@ -51,8 +46,7 @@ VLLM_RESOURCES = (
 LENGTH = ("total_steps", "total_episodes", "total_epochs")
 MAY_CHANGE = (*PRESENTATION, *RESOURCES, *LENGTH)  # when an interrupted run is resumed
 
-# Flags whose values, when not given, are derived from model and data (runtime/training/derived_defaults.py), and the
-# quickstart's values: another default is the choice of an edited copy.
+# Flags whose values, when not given, follow from model and data (training/derived_defaults.py), and the quickstart's.
 OPEN = {"learning_rate": 3e-5, "critic_learning_rate": 1e-4, "total_steps": 20}
 OPEN |= {"max_prompt_length": 256, "max_response_length": 32}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # --dtype takes these names, too
@@ -69,13 +63,18 @@ class RunFlags:
     recorded_choices: ClassVar[dict[str, Any]] = {}
     data_digest: ClassVar[str] = ""  # of the rows that were read; ``preflight`` sets it, "" where none were read
     derived: ClassVar[dict[str, tuple[float, str]]] = {}  # values of flags of OPEN that were not given, and why
+    steps: ClassVar[int] = 1  # of the run, whichever flag says how many; known once the data are read
     longest_prompt: ClassVar[int | None] = None  # tokens; None until prompts are rendered, and where they can grow
 
     # ---- run
     seed: int = 1
     """Seed of the data split, the order of prompts, every sample, and the shuffling of mini-batches."""
-    eval_every: int = 0
-    """Evaluate every N steps, and in any case before the first step and after the last. 0: only these two times."""
+    eval_every: int | tuple[int, int] = 0
+    """N [FIRST]: evaluate every N steps (0: none) from step FIRST on, and in any case after the last step. FIRST 0, the
+    default, also evaluates before training; 1 does not."""
+    stop_at: str | None = None
+    """NAME=VALUE, e.g. eval/pass@1=0.8: end after the first step whose evaluation (--eval_every) reaches this value of
+    eval/pass@1, eval/pass@k, eval/majority@k or eval/reward_mean. Default: train for all steps."""
     save_every: int = 0
     """Write a checkpoint every N steps. 0 disables."""
     save_minutes: float = 30.0
@@ -96,8 +95,8 @@ class RunFlags:
     dry_run: bool = False
     """Check all settings, print batch sizes, first prompt and KL gradient, and stop before the model is loaded."""
     track: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Also log to wandb, to tensorboard (event files in the run's folder), or to both. Without a value: wandb, which
-    uses the variables WANDB_PROJECT (default exactrl) and WANDB_ENTITY, and works offline if there is no network."""
+    """Also log to wandb, to tensorboard (event files in the run's folder), or to both, with tables of samples. Without
+    a value: wandb, by WANDB_PROJECT (default exactrl) and WANDB_ENTITY, and offline if there is no network."""
     log_samples: int = 4
     """Write this many samples per step to samples.jsonl, and print some of them every 10 steps. 0 disables both."""
 
@@ -201,8 +200,9 @@ class RunFlags:
     """Number of problems held out for evaluation and never trained on. 0 disables evaluation."""
     eval_samples: int = 4
     """Number of responses per evaluation problem."""
-    eval_temperature: float = 1.0
-    """Sampling temperature in evaluation. 0: greedy decoding, one response per problem."""
+    eval_sampling: str | None = None
+    """JSON object: sample evaluations as a model card says, e.g. {"temperature": 0.6, "top_p": 0.95, "top_k": 20}; also
+    min_p, repetition_penalty and max_tokens. Default: temperature 1; 0 is greedy, one response per problem."""
 
     # ---- generation
     max_response_length: int = 32
@@ -257,9 +257,32 @@ class RunFlags:
     reward_model = cached_property(lambda args: ModelName.parse(args.reward_model_name_or_path or ""))
     config_overrides = cached_property(lambda args: config_overrides(args.override_config))
     engine_args = cached_property(lambda args: engine_args(args.vllm_args))
+    goal = cached_property(lambda args: stop_at(args.stop_at))
+    eval_settings = cached_property(lambda args: eval_sampling(args.eval_sampling))
     template = cached_property(lambda args: ChatTemplate.parse(args.chat_template))
     sources = cached_property(lambda args: sources(str(args.dataset), "--dataset"))
     eval_sources = cached_property(lambda args: sources(str(args.eval_dataset or ""), "--eval_dataset"))
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """N and FIRST of ``--eval_every``."""
+        return self.eval_every if isinstance(self.eval_every, tuple) else (self.eval_every, 0)
+
+    def evaluates(self, step: int) -> bool:
+        """Return True if ``--eval_every`` asks for an evaluation after this step; step 0 is before training."""
+        every, first = self.evaluated
+        return step >= first and (step == 0 or (every > 0 and step % every == 0))
+
+    def reaches_goal(self, evaluation: dict[str, Any]) -> bool:
+        """Return True if a record of eval.jsonl, of a step of training, reaches ``--stop_at``."""
+        name, value = self.goal or ("step", math.inf)
+        return evaluation["step"] > 0 and evaluation.get(name, -math.inf) >= value
+
+    @property
+    def engine_length(self) -> int:
+        """Most tokens of a prompt and its response, in training and in evaluations."""
+        response = max(self.max_response_length, self.eval_settings.get("max_tokens", 0))
+        return self.max_prompt_length + response
 
     @property
     def kl_coefficients(self) -> tuple[float, float]:
@@ -320,13 +343,15 @@ def spelled_out(words: list[str]) -> list[str]:
     """Return the command line with --track wandb for --track without a value, and with dtypes by torch's names."""
     found = []
     for before, word, following in zip(["", *words], words, [*words[1:], "--"], strict=False):
-        found.append(DTYPES.get(word, word) if before == "--dtype" else word)
+        flag, mark, value = word.rpartition("=")
+        is_dtype = "--dtype" in (before, flag)
+        found.append(f"{flag}{mark}{DTYPES.get(value, value)}" if is_dtype else word)
         found += ["wandb"] if word == "--track" and following.startswith("-") else []
     return found
 
 
 def is_open(args: Any, name: str) -> bool:
-    """Return True if a flag of OPEN was not set, so that its value is derived. False for Args made in Python."""
+    """Return True if a flag of OPEN was not set, nor changed in a copy, so its value is derived. False for own Args."""
     names = LENGTH if name == "total_steps" else (name,)
     known = name in OPEN and getattr(type(args), name, None) == OPEN[name] and args.flags_set is not None
     return known and not args.flags_set.intersection(names)

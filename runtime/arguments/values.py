@@ -6,6 +6,8 @@ a run with exit code 2 before anything is loaded. The run's name and identity co
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +96,44 @@ def sources(text: str, flag: str) -> list[Source]:
                 f"example '{example}': a fraction has a decimal point, a count has none"
             )
     return [Source(name, part) for name, part in mixture.items()]
+
+
+# Settings of --eval_sampling: the type of each, the least and the most that it may be.
+SAMPLING = {
+    "temperature": (float, 0, math.inf),
+    "top_p": (float, 1e-3, 1),
+    "top_k": (int, 0, math.inf),
+    "min_p": (float, 0, 1),
+    "repetition_penalty": (float, 1e-3, math.inf),
+    "max_tokens": (int, 1, math.inf),
+}
+
+
+def eval_sampling(text: str | None) -> dict[str, Any]:
+    """Return the settings of ``--eval_sampling``, at least a temperature. Exits with code 2 for an invalid one."""
+    example = '{"temperature": 0.6, "top_p": 0.95, "top_k": 20}'
+    found = {} if text is None else json_object("--eval_sampling", text, example)
+    for name, value in found.items():
+        if name not in SAMPLING:
+            refuse(f"--eval_sampling: {name} is not supported; use {', '.join(SAMPLING)}, for example '{example}'")
+        kind, least, most = SAMPLING[name]
+        if type(value) not in (int, kind) or not least <= value <= most:
+            words = "a whole number" if kind is int else "a number"
+            refuse(f"--eval_sampling: {name} {value!r}: must be {words} from {least:g} to {most:g}")
+    return {"temperature": 1.0} | found
+
+
+GOALS = ("eval/pass@1", "eval/pass@k", "eval/majority@k", "eval/reward_mean")  # metrics of --stop_at
+
+
+def stop_at(text: str | None) -> tuple[str, float] | None:
+    """Return the metric and the value of ``--stop_at``. Exits with code 2 for another metric, or for no number."""
+    if text is None:
+        return None
+    name, _, value = text.partition("=")
+    if name not in GOALS or not re.fullmatch(r"-?\d*\.?\d+", value):
+        refuse(f"--stop_at {on_a_line(text)}: pass NAME=NUMBER with a NAME of {', '.join(GOALS)}")
+    return name, float(value)
 
 
 def is_dropout(name: str, value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -177,19 +179,15 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
                 verifier = "reasoning_gym"  # an answer that is no number: the task's own scorer
     if args.verifier_key is not None or given:
         verifier_key = args.verifier_key
-    system = args.system_prompt if args.system_prompt is not None else task_system_prompt(source)
+    task, _, options = source.partition("?")  # of reasoning-gym
+    of_task = SYSTEM_PROMPTS.get(f"{task}?min_answer=0" if "min_answer=0" in options.split("&") else task)
+    system = args.system_prompt if args.system_prompt is not None else of_task
     if system is None and not given:
         system = SYSTEM_PROMPTS.get(verifier)
     verifier = given or verifier
     may_run = "code" in verifier or verifier_key is not None
     isolated = may_run and not user_files.find("graders.code:prepare")(args.allow_unsafe_code_exec)
     return Columns(prompt, truth, verifier, verifier_key, system, args.system_prompt is not None, isolated)
-
-
-def task_system_prompt(source: str) -> str | None:
-    """Return the system prompt built in for a task of reasoning-gym, None for other tasks and sources."""
-    task, _, options = source.partition("?")
-    return SYSTEM_PROMPTS.get(f"{task}?min_answer=0" if "min_answer=0" in options.split("&") else task)
 
 
 def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
@@ -218,9 +216,9 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
             messages = [{k: v for k, v in m.items() if k == "content" or v not in empty} for m in messages]
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
-            if messages:
+            if any(message["role"] != "system" for message in messages):
                 return messages
-            kinds = "only messages of the assistant"
+            kinds = "only messages of the assistant or the system"
         elif empty := [m for m in messages if isinstance(m, dict) and "role" in m and m.get("content") is None]:
             kinds = f"a list with a message of the {empty[0]['role']} without content, and without tool_calls"
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
@@ -239,11 +237,11 @@ def _with_system(messages: Messages, columns: Columns) -> Messages:
 
 
 def _json_list(text: str) -> list | None:
-    """Return messages or tools that are written as JSON, as in a column of a CSV file; None for any other text."""
-    try:
-        return json.loads(text) if text.startswith("[{") else None
-    except (ValueError, RecursionError):
-        return None
+    """Return messages or tools written as JSON or by pandas, as in a column of a CSV file; None for any other text."""
+    for read in (json.loads, ast.literal_eval) if text.startswith("[{") else ():
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return None
 
 
 def _with_text_parts(message: Any) -> Any:
@@ -256,8 +254,8 @@ def _with_text_parts(message: Any) -> Any:
     return message | {"content": "".join(str(part.get("text") or "") for part in parts)}
 
 
-PICTURES = re.compile(r"(?:decoded_)?images?(?:_?[0-9]+)?|videos|audios")  # columns of verl, MMMU and MathVista
-PICTURE_TAG = re.compile(r"<image(?: ?[0-9]+)?>|<\|image_pad\|>")
+PICTURES = re.compile(r"(?:decoded_)?images?(?:_?[0-9]+|_paths?|_urls?)?|videos|audios")  # columns of verl, MMMU
+PICTURE_TAG = re.compile(r"<image(?: ?[0-9]+)?>|<\|image_pad\|>|!\[[^][]*\]\([^()]*\)")
 
 
 def _check_seen(row: dict[str, Any], text: str) -> None:
@@ -287,6 +285,8 @@ def _as_text(truth: Any, verifier: str) -> str:
         texts = [str(answer) for answer in truth if not isinstance(answer, list | dict)]
         if len(texts) == len(truth) > 0:
             return texts[0] if len(texts) == 1 else json.dumps(texts)
+    if isinstance(truth, float) and truth.is_integer():
+        return str(int(truth))  # pandas makes floats of integers where a row has none
     return json.dumps(truth) if isinstance(truth, list | dict) else str(truth)
 
 
@@ -564,6 +564,8 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
         else:
             has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
             has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
+        if args.environment is not None:
+            has += ", where equal rows are one problem (give each a column of its own, for example seed)"
         refuse(
             f"--dataset {args.dataset} has {has}, fewer than "
             f"--num_unique_prompts_rollout {args.num_unique_prompts_rollout}"

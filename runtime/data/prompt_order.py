@@ -68,9 +68,9 @@ def sampling(args) -> dict[str, Any]:
 
 def eval_requests(problems: int, args) -> tuple[list[Request], dict[str, Any]]:
     """Return (the requests of an evaluation, its sampling parameters); all evaluations of a run use the same seeds."""
-    count = args.eval_samples if args.eval_temperature > 0 else 1
+    count = args.eval_samples if args.eval_settings["temperature"] > 0 else 1
     wanted = requests(range(problems), count, args.seed, "eval")
-    parameters = sampling(args) | {"temperature": args.eval_temperature}
+    parameters = sampling(args) | args.eval_settings
     return wanted, parameters
 
 
@@ -101,12 +101,7 @@ def nothing_scored(samples: list[Sample]) -> bool:
     return bool(scores) and max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
 
 
-def replace_groups(
-    batch: list[Problem],
-    samples: list[Sample],
-    more: list[Problem],
-    new: list[Sample],
-) -> None:
+def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
     """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 
     ``samples`` answer ``batch``, ``new`` the problems ``more``; both are ordered by place, with equally many to each.

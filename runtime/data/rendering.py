@@ -21,7 +21,6 @@ from runtime.system.process import first_line, print_on_rank_0, refuse, warn_onc
 # template writes where it is given none.
 TODAY = datetime.datetime(2024, 7, 26)
 
-
 WORDS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "####")  # in a response
 
 

@@ -97,6 +97,7 @@ class Batch:
     chosen: list[int]  # their indices in the training data; empty for an evaluation
     unfinished: set[tuple[int, int]]  # keys of this rank's requests: (place in ``problems``, sample number)
     scoring: list[tuple] = field(default_factory=list)  # what the verifiers have of this rank's samples
+    step: int | None = None  # that trains on it; None for an evaluation
     samples: list[Sample] | None = None  # of all ranks, scored, once they are whole
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from runtime.system import user_files
 from runtime.system.process import alone, file_digest, first_line, print_on_rank_0, rank, refuse, unique
 
-READABLE = (".jsonl", ".json", ".parquet", ".csv")
+READABLE = (".jsonl", ".json", ".parquet", ".csv", ".ndjson")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
 GYM = "reasoning_gym:"
 CSV_BLOCK = 2**26  # bytes; no cell may be larger
@@ -106,7 +106,7 @@ def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
     if not files:
         return [(_saved_or_hub(source), [])]
     found = []
-    for suffix, group in itertools.groupby(files, lambda path: path.suffix):
+    for suffix, group in itertools.groupby(files, lambda path: path.suffix.lower().replace("ndjson", "jsonl")):
         found += _read_files(list(group), suffix)
     return found
 
@@ -137,6 +137,8 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
                 text = path.read_text(encoding="utf-8-sig")
                 lines = "\n{" in text and text.startswith("{")  # JSON lines under this name
                 content = [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
+                if isinstance(content, dict) and len(content) == 1:
+                    (content,) = content.values()  # {"train": [...]}
                 if not isinstance(content, list):
                     raise ValueError(f"it holds {type(content).__name__}, not a list of rows")
                 rows += content
@@ -192,14 +194,11 @@ def _csv_table(path: Path):
         names = next(csv.reader(file), [])
     if len(set(names)) < len(names):
         raise ValueError(f"two columns have one name; its columns are {', '.join(names)}")
-    return pyarrow.csv.read_csv(
-        path,
-        read_options=pyarrow.csv.ReadOptions(block_size=CSV_BLOCK),
-        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
-        convert_options=pyarrow.csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
-        ),
-    )
+    blocks = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
+    lines = pyarrow.csv.ParseOptions(newlines_in_values=True)
+    texts = dict.fromkeys(names, pyarrow.string())
+    cells = pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=False)
+    return pyarrow.csv.read_csv(path, blocks, lines, cells)
 
 
 def _parquet_schema(path: Path) -> tuple[str, Any]:
@@ -227,14 +226,21 @@ def _saved_or_hub(source: str):
     try:
         if Path(name).is_dir():
             found = datasets.load_from_disk(name)
-            return found[split] if isinstance(found, datasets.DatasetDict) else found
+            kind, _, part = split.removesuffix("]").partition("[")
+            if isinstance(found, datasets.DatasetDict) and kind not in found:
+                raise ValueError(f"it has {', '.join(found)}, no split {kind}")
+            found = found[kind] if isinstance(found, datasets.DatasetDict) else found
+            begin, _, end = part.partition(":")
+            rows = range(len(found))[int(begin or 0) : int(end or len(found))]
+            return found.select(rows) if part else found
         name, _, configuration = name.partition(":")
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the hub client raises a dozen kinds for "not there"; all mean the same to the user
         refuse(
             f"{FLAG.get()} {source} (split {split!r}): no such local file, no folder saved by datasets, not loadable "
             f"from the hub ({type(error).__name__}: {first_line(error)[:200]}). Give .jsonl, .json, .parquet or .csv "
-            f"files, a hub id (ID:CONFIGURATION where it has several, ID@SPLIT), or reasoning_gym:NAME?key=value"
+            f"files (those of a folder as FOLDER/data/train-*.parquet), a hub id (ID:CONFIGURATION where it has "
+            f"several, ID@SPLIT), or reasoning_gym:NAME?key=value"
         )
 
 
@@ -265,7 +271,7 @@ def rows_of(batch: dict[str, list], start: int) -> list:
     for place, text in enumerate(batch[AS_JSON], start):
         if text.strip():
             try:
-                rows.append(json.loads(text))
+                rows.append(json.loads(text.removeprefix("\ufeff")))  # the mark of UTF-8 in a first line
             except (ValueError, RecursionError) as error:
                 raise BrokenLine(place, str(error)) from error
     return rows
@@ -305,14 +311,9 @@ def cached_map(dataset, function: Callable, columns: dict[str, Any], key: str, w
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "rlvr"
     folder.mkdir(parents=True, exist_ok=True)
     with alone(folder / f"{key}.lock", words):
+        how = {"with_indices": True, "batched": True, "features": features, "new_fingerprint": key, "desc": words}
+        processes = min(16, len(os.sched_getaffinity(0)), len(dataset))
+        file = str(folder / f"{key}.arrow")
         return dataset.map(
-            function,
-            with_indices=True,
-            batched=True,
-            num_proc=min(16, len(os.sched_getaffinity(0)), len(dataset)),
-            remove_columns=dataset.column_names,
-            features=features,
-            cache_file_name=str(folder / f"{key}.arrow"),
-            new_fingerprint=key,
-            desc=words,
+            function, num_proc=processes, remove_columns=dataset.column_names, cache_file_name=file, **how
         )

@@ -220,6 +220,7 @@ class Queue:
             requests = prompt_order.requests(chosen, self.group, self.args.seed, self.last) if found is None else []
             problems = [self.source.problems[i] for i in chosen]
             batch = self.engine.ask(problems, requests, self.sampling, chosen)
+            batch.step = self.last
             batch.samples = found and [Sample(**values) for values in found]
             for sample in batch.samples or []:
                 sample.engine = sample.prompt_id % self.engine.count  # another number of ranks has other engines
@@ -227,12 +228,13 @@ class Queue:
         self.request_probe()
 
     def ask(self, count: int, name: str | None = None) -> Batch:
-        """Ask for ``count`` problems: those of the next step, or others, by a name of their own."""
+        """Ask for ``count`` problems: those of the next step, or others of a step, by a name STEP/NUMBER."""
         if name is None:
             self.last += 1
         chosen, problems = self.source.draw(count)
         requests = prompt_order.requests(chosen, self.group, self.args.seed, name or self.last)
         batch = self.engine.ask(problems, requests, self.sampling, chosen)
+        batch.step = self.last if name is None else int(name.partition("/")[0])
         if name is None:
             self.batches.append(batch)
         return batch

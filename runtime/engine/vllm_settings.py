@@ -73,8 +73,8 @@ def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
         return 0.5 * memory.GIB
     size = args.engine_args.get("block_size", CPU_BLOCK)
     prompt = getattr(args, "longest_prompt", None) or args.max_prompt_length
-    longest = math.ceil((prompt + args.max_response_length) / size)
-    full = math.ceil((args.max_prompt_length + args.max_response_length) / size)
+    longest = math.ceil((prompt + args.engine_length - args.max_prompt_length) / size)
+    full = math.ceil(args.engine_length / size)
     sequences = most_sequences(args, memory.default_sizes(args, False).vllm_max_num_seqs, ranks)
     block = size * model.cache_numbers * itemsize
     wanted = 1.25 * sequences * longest * block
@@ -136,9 +136,7 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
     usual["language_model_only"] = "text_config" in config  # of a vision-language model
     usual |= as_transformers_reads()
     sizes = memory.default_sizes(args, cuda)
-    longest = 0
-    if not cuda:
-        longest = args.max_prompt_length + args.max_response_length
+    longest = 0 if cuda else args.engine_length
     tokens = max(sizes.vllm_max_num_batched_tokens, sizes.vllm_max_num_seqs, longest)
     numbers = {"max_num_seqs": sizes.vllm_max_num_seqs, "max_num_batched_tokens": tokens}
     if cuda:

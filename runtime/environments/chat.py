@@ -235,9 +235,8 @@ class Chat:
         if not self.writes_tools:
             if not all(self._shows_tools(messages) for messages in (USER, [SYSTEM, *USER])):
                 refuse(
-                    f"--environment: {self.name} writes neither tools nor the system message that would name them, so "
-                    f"the model could not know of any; give a --chat_template that writes one of the two, for example "
-                    f"--chat_template chatml, or a class with a method turn"
+                    f"--environment: {self.name} writes neither tools nor the system message that would name them; "
+                    f"give --chat_template chatml, or a class with a method turn"
                 )
             return
         written = self.write(**TRIAL)
@@ -247,7 +246,7 @@ class Chat:
                 return
         refuse(
             f"--environment: {self.name} writes calls of tools in a form that is unknown here (known: "
-            f"{', '.join(PARSERS)}); give a --chat_template that writes one of these, or a class with a method turn"
+            f"{', '.join(PARSERS)}); give another --chat_template, or a class with a method turn"
         )
 
     def write(self, name: str, arguments: dict) -> str:
@@ -275,10 +274,7 @@ class Chat:
         glue = self._ids(self._after(USER, said))
         end = glue[0] if glue else None
         if end not in self.special.values():
-            refuse(
-                f"--environment: {self.name} ends a turn of the model without a special token, so the next turn has "
-                f"no known beginning; choose one that does, for example --chat_template chatml"
-            )
+            refuse(f"--environment: {self.name} ends a turn without a special token; try --chat_template chatml")
         if whole[len(whole) - len(glue) :] != glue:
             refuse(f"--environment: {self.name}: what follows a turn is tokenized differently after it than alone")
         if self._after([*USER, answer, *said], said) != self._after(USER, said):
@@ -293,7 +289,7 @@ class Chat:
             if not alike:
                 refuse(
                     f"--environment: {self.name} writes an earlier message differently once more turns follow, but the "
-                    f"model keeps the ids that it saw; choose one that does not, for example --chat_template chatml"
+                    f"model keeps the ids that it saw; try --chat_template chatml"
                 )
         return end
 

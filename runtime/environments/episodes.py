@@ -29,8 +29,8 @@ from runtime.data.samples import Problem
 from runtime.engine import turns
 from runtime.environments import user_objects
 from runtime.environments.chat import Call, Chat, with_tools
-from runtime.system import process, user_files
-from runtime.system.process import on_a_line, refuse
+from runtime.system import user_files
+from runtime.system.process import on_a_line, print_on_rank_0, refuse
 from runtime.system.verifier_pool import MANY
 from runtime.system.workers import Nursery, Worker, code_of_run, raise_file_limit
 
@@ -101,24 +101,21 @@ def check(args) -> None:
     """Reject an --environment that cannot work; one with a reward of its own becomes the default verifier."""
     for flag, wrong, why in (
         ("rollout hf", args.rollout == "hf", "only vLLM's thread has turns"),
-        ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size > 1, "each rank of an engine would play alone"),
+        ("vllm_tensor_parallel_size", args.vllm_tensor_parallel_size > 1, "each of its ranks would play by itself"),
         ("ignore_eos", args.ignore_eos, "no turn would end"),
     ):
         if wrong:
-            refuse(f"--environment with --{flag}: {why}; leave one of them out")
-    under_way = args.num_unique_prompts_rollout * (args.generation_size or args.num_samples_per_prompt_rollout)
-    under_way = max(under_way * (1 + args.async_steps), args.eval_prompts * args.eval_samples)
-    need = 200 + 2 * -(-under_way // (args.vllm_engines or process.world_size()))  # a line and a descriptor of each
-    if need > (most := raise_file_limit()):
-        refuse(
-            f"--environment: {under_way} episodes at a time need {need} open files on a rank, of {most}; raise "
-            f"ulimit -Hn, or lower --num_unique_prompts_rollout or --num_samples_per_prompt_rollout"
-        )
-    found = describe_class(args.environment)
-    if found["has_reward"] and not args.verifier:
-        args.verifier = "environment"
-    if not found["has_reward"] and "environment" in (args.verifier or "").split(","):
-        refuse(f"--verifier environment: {args.environment} has no method get_reward; add one, or choose a verifier")
+            more = "; --vllm_sleep engine makes room, too" if flag.startswith("vllm") else ""
+            refuse(f"--environment with --{flag}: {why}; leave one of them out{more}")
+    raise_file_limit()  # each episode has two open files
+    if describe_class(args.environment)["has_reward"]:
+        args.verifier = args.verifier or "environment"
+        return
+    remedy = f"{args.environment} has no method get_reward; add one that returns what TRL's reward functions read"
+    if "environment" in (args.verifier or "").split(","):
+        refuse(f"--verifier environment: {remedy}, or choose a verifier")
+    if not args.verifier:
+        print_on_rank_0(f"--environment {remedy}, or a verifier judges the last turn alone")
 
 
 def seed_of(row: dict) -> int:
@@ -130,8 +127,7 @@ def difference(spec: str, row: dict, first: str | None, again: str | None) -> st
     """Return the error message for a ``reset`` whose text for a row is not the one in the prompt."""
     return (
         f"--environment {spec}: reset is not reproducible: for the row {row} it returned {first!r} for the prompt and "
-        f"then {again!r}. Its text must depend on the row alone: random and numpy.random are seeded by the row; seed "
-        f"other generators by a column of the row"
+        f"then {again!r}. random and numpy.random are seeded by the row; seed other generators by a column of the row"
     )
 
 

@@ -139,6 +139,9 @@ class Checkpoints:
 
     def after_step(self, step: int) -> bool:
         """Save if --save_every, --save_minutes or a signal ask for it. Returns whether to end, equal on all ranks."""
+        if self.log.goal_reached:  # as after the last step: what remains is model/
+            process.StopRequest.last_step_done = True
+            return True
         seed_generators(self.args, self.rank, step)
         late = 0 < self.args.save_minutes <= (time.monotonic() - self.saved_at) / 60
         wishes = self._gather((process.StopRequest.asked, late))

@@ -7,14 +7,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.arguments.checks import NAME_BYTES
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, difference
@@ -23,6 +21,7 @@ from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
 
+MOST_BYTES = 128  # of a name that follows from the arguments: wandb takes no longer one
 # What a run writes in its folder and changes or renames when it starts again.
 WRITTEN = (
     *("config.json", "metrics.jsonl", "samples.jsonl", "eval.jsonl", "verdict.json"),
@@ -61,9 +60,9 @@ def run_name(args, defaults) -> str:
     if args.reward_control != "none":
         begin += f"__reward_control={args.reward_control}"
     ends = (begin, f"seed={args.seed}")
-    room = NAME_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends)  # a letter may have four bytes
-    if texts or len(safe) > 120 or safe != text or len(safe.encode()) > room:
-        beginning = safe[:100].encode()[: room - 9].decode(errors="ignore")
+    room = max(32, MOST_BYTES - sum(len(os.fsencode(end)) + 2 for end in ends))  # a letter may have four bytes
+    if texts or safe != text or len(safe.encode()) > room:
+        beginning = safe.encode()[: room - 9].decode(errors="ignore")
         digest = hashlib.sha256(os.fsencode("__".join([*named, *texts]))).hexdigest()[:8]
         safe = f"{beginning}-{digest}".removeprefix("-")
     return "__".join(filter(None, (ends[0], safe, ends[1])))
@@ -104,8 +103,7 @@ def check_is_a_run(folder: Path, args) -> None:
     if in_the_way and not saved_steps(folder) and not has_config(folder):
         refuse(
             f"{folder} is not the folder of a run (it has no config.json of one), but holds "
-            f"{', '.join(sorted(in_the_way)[:4])}; choose another --run_name or --output_dir, or remove these files "
-            f"yourself"
+            f"{', '.join(sorted(in_the_way)[:4])}; choose another --run_name, or remove these files"
         )
 
 
@@ -139,10 +137,7 @@ def check_earlier_run(folder: Path, args) -> None:
     if args.resume != "auto" or unfinished(folder, args):
         return
     if changed := difference(config, args):
-        refuse(
-            f"{folder} is finished, but {changed}. To train with what is there now choose another --exp_name or "
-            f"--run_name, or --overwrite to replace the old run"
-        )
+        refuse(f"{folder} is finished, but {changed}; choose another --exp_name, or --overwrite to replace it")
     print_on_rank_0(f"{folder} is finished; --overwrite replaces it, --seed or --exp_name start another")
     raise SystemExit(0)
 
@@ -163,20 +158,6 @@ def check_writable(args, folder: Path) -> None:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         refuse(f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder")
-
-
-def check_disk(args, folder: Path) -> None:
-    """Reject a disk that has no room for a copy of the given weights: better in the first second than at the end.
-
-    Counts the safetensors of a local model; the size of one on the hub is unknown.
-    """
-    needed = sum(f.stat().st_size for f in Path(args.model_name_or_path).glob("*.safetensors"))
-    free = shutil.disk_usage(existing(folder)).free
-    if free < needed:
-        refuse(
-            f"--output_dir {args.output_dir}: {free / 2**20:.0f} MiB free there, but the trained weights alone take "
-            f"{needed / 2**20:.0f}; free some space or choose another folder"
-        )
 
 
 def existing(folder: Path) -> Path:
@@ -213,6 +194,9 @@ def unfinished(folder: Path, args) -> str:
     config = json.loads((folder / "config.json").read_text())
     steps = total_steps(args, config.get("problems", 0))
     reached = last_step(folder / "metrics.jsonl")
+    ends = [record for record in records(folder / "eval.jsonl") if record.get("step") == reached]
+    if any(map(args.reaches_goal, ends)):
+        steps = reached
     if reached < steps:
         return f"is at step {max(reached, 0)} of {steps}"
     if args.eval_prompts > 0 and last_step(folder / "eval.jsonl") < steps:
@@ -305,10 +289,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             break
         print_on_rank_0(f"skipping {checkpoint}: {wrong}")
     if steps and start is None:
-        refuse(
-            f"{folder}: no checkpoint is intact (see above). Restore one from a copy, or give --overwrite to discard "
-            f"this run's work; --run_name starts another next to it"
-        )
+        refuse(f"{folder}: no checkpoint is intact (see above); restore one from a copy, or pass --overwrite")
     return start
 
 
@@ -337,8 +318,8 @@ def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     data = state.get("inputs", {}).get("--dataset")
     if data and args.data_digest and data != args.data_digest:  # also with --resume CHECKPOINT
         refuse(
-            f"{start}: --dataset or --eval_dataset has other rows than before, and with them another order of the "
-            f"problems and other held-out ones: restore it, or start another run (--run_name, --exp_name)"
+            f"{start}: --dataset or --eval_dataset has other rows than before: restore it, or start another run "
+            f"(--run_name, --exp_name)"
         )
     changed = difference(state, args)
     if changed and args.resume == "auto":
@@ -352,10 +333,7 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
     """Print which checkpoint is resumed, and what has changed since it was saved."""
     print_on_rank_0(f"resuming after step {state['step']}, from {start}")
     if state["world_size"] != world_size:
-        print_on_rank_0(
-            f"  changed: {state['world_size']} rank(s) there, {world_size} here: the state of the optimizer is "
-            f"resharded, results are equal up to rounding"
-        )
+        print_on_rank_0(f"  changed: {state['world_size']} rank(s) there, {world_size} here: equal up to rounding")
     _, allowed = changed_arguments(state["args"], args, resolved=True)
     for line in filter(None, [*allowed, difference(state, args)]):
         print_on_rank_0(f"  changed: {line}")

@@ -18,29 +18,20 @@ from typing import Any
 import numpy as np
 
 from runtime.arguments.flags import OPEN, is_open
-from runtime.data.prompt_order import nothing_scored
 from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
-from runtime.run.directory import cut_back, left_by_a_run
+from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, inputs_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config
 from runtime.system import git, library_logs, user_files
-from runtime.system.process import (
-    PROJECT,
-    FolderLock,
-    Heap,
-    print_on_rank_0,
-    usable_cores,
-    versions,
-    write_whole,
-)
+from runtime.system.process import PROJECT, FolderLock, Heap, print_on_rank_0, usable_cores, versions, write_whole
 from runtime.system.redaction import redact, redact_words, secret_values
 from runtime.training import memory
 from runtime.training.memory import GIB, Sizes
 from runtime.training.model_files import Model
 
-SHOW_SAMPLES = 10  # steps from one look at samples on the console to the next
-ZERO_STEPS = 5  # after this many steps without a score above 0 the run shows what was extracted and what was expected
+SHOW_SAMPLES = 10  # steps from one look at samples, on the console and in the trackers, to the next
+TABLE_ROWS = 32  # most samples of a table in a tracker
 
 # ------------------------------------------------------------------------------------------------ before the first step
 
@@ -76,9 +67,7 @@ def print_header(args, run, chosen) -> None:
     if args.total_episodes is not None and args.total_episodes != total_steps * samples:
         lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
     if args.reward_control != "none":
-        lines.append(
-            f"CONTROL    --reward_control {args.reward_control}: what is trained on is not the verifier's reward"
-        )
+        lines.append(f"CONTROL    --reward_control {args.reward_control}: not the verifier's reward is trained on")
     if args.async_steps > 0:
         between = "between whole batches" if args.inflight_updates == "off" else f"in flight ({args.inflight_updates})"
         lines.append(f"ahead      samples are at most {args.async_steps} step(s) old; new weights {between}")
@@ -121,20 +110,6 @@ def memory_lines(args, model: Model, setting: memory.Setting, sizes: Sizes) -> l
 
 
 # ------------------------------------------------------------------------------------------------------------- a step
-
-
-def explain_zeros(samples: list[Sample], problems: list[Problem], steps: int) -> str:
-    """Explain a run that scored nothing for ``steps`` steps: two responses, what was extracted and expected."""
-    lines = [f"no score of the last {steps} steps is above 0. What was extracted, and what was expected:"]
-    for s in samples[:: max(1, len(samples) - 1)][:2]:
-        problem = problems[s.prompt_id]
-        lines += [
-            f"  prompt     {problem.messages[-1]['content'][-300:]!r}",
-            f"  response   {s.response[-300:]!r} (ended by {s.finish_reason})",
-            f"  extracted  {s.extracted[:200]!r} by {problem.verifier}, status {s.reward_status}",
-            f"  expected   {problem.truth[:200]!r}",
-        ]
-    return "\n".join([*lines, "  see --max_response_length, --verifier, --system_prompt"])
 
 
 # Label on the console, name of the metric, format.
@@ -214,6 +189,15 @@ def sample_row(step: int, s: Sample, problem: Problem) -> dict[str, Any]:
     }
 
 
+def sample_table(name: str, samples: list[Sample], batch: list[Problem]) -> dict[str, list]:
+    """Return a table for the trackers under its name: at most TABLE_ROWS samples, spread over the batch."""
+    rows = []
+    for s in samples[:: -(-len(samples) // TABLE_ROWS) or 1]:
+        problem = batch[s.prompt_id]
+        rows.append([problem.messages[-1]["content"], s.response, problem.truth, s.reward, s.advantage])
+    return {name: _writable(rows, secret_values())}
+
+
 class RunLog:
     """The files of a run (rank 0 writes, the others are silent), its trackers, and the console.
 
@@ -241,7 +225,7 @@ class RunLog:
         self.is_main = is_main
         self.trackers: dict[str, Any] = {}  # by the names that --track has for them
         self.wandb_id = None
-        self.zero_steps = 0  # in a row, without a score above 0
+        self.goal_reached = False  # an evaluation has reached --stop_at
         self.first = 0  # the step after which the run resumed
         # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
         self.scores: dict[int, float | None] = {}
@@ -286,10 +270,11 @@ class RunLog:
         }
         write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
         library_logs.write_to(folder)
-        first = self.first + (start is not None)
         starts = {
             "wandb": lambda: user_files.find("runtime.run.tracking:start_wandb")(folder, config),
-            "tensorboard": lambda: user_files.find("runtime.run.tracking:TensorBoard")(folder, first),
+            "tensorboard": lambda: user_files.find("runtime.run.tracking:TensorBoard")(
+                folder, self.first + (start is not None)
+            ),
         }
         found = {name: self._track(name, starts[name]) for name in dict.fromkeys(args.track)}
         self.trackers = {name: tracker for name, tracker in found.items() if tracker is not None}
@@ -313,8 +298,8 @@ class RunLog:
             print_on_rank_0(f"warning: {name} failed ({type(error).__name__}: {error}); no more tracking by it")
             self.trackers.pop(name, None)
 
-    def write(self, file: str, record: dict[str, Any]) -> None:
-        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl)."""
+    def write(self, file: str, record: dict[str, Any], table: dict[str, list] | None = None) -> None:
+        """Append one object to ``file`` (metrics.jsonl, eval.jsonl, samples.jsonl). ``table``: for the trackers."""
         if not self.is_main:
             return
         with open(self.folder / file, "a") as f:
@@ -322,32 +307,33 @@ class RunLog:
         if file in ("metrics.jsonl", "eval.jsonl"):
             numbers = {k: v for k, v in record.items() if k != "step" and not isinstance(v, list)}
             for name, tracker in tuple(self.trackers.items()):
-                self._track(name, partial(tracker.log, numbers, step=record["step"]))
+                self._track(name, partial(tracker.log, numbers | (table or {}), step=record["step"]))
 
-    def evaluation(self, result: dict[str, Any]) -> None:
-        """Write one evaluation to eval.jsonl and the console."""
-        self.write("eval.jsonl", result)
+    def evaluation(self, result: dict[str, Any], samples: list[Sample], problems: list[Problem]) -> None:
+        """Write one evaluation to eval.jsonl and the console, and its samples to the trackers."""
+        self.write("eval.jsonl", result, sample_table("samples/eval", samples, problems))
         rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
         self.scores[result["step"]] = result.get(rated_by)
         print_on_rank_0(eval_line(result))
+        self.goal_reached = self.args.reaches_goal(result)
+        if self.goal_reached:
+            print_on_rank_0(f"stopping   {self.args.goal[0]} has reached --stop_at {self.args.goal[1]:g}")
 
     def step(self, metrics: dict[str, Any], samples: list[Sample], batch: list[Problem]) -> None:
         """Write one step: metrics.jsonl, a few samples to samples.jsonl, and a line on the console."""
         metrics = {k: v for k, v in metrics.items() if v is not None}
         step = metrics["step"]
-        self.write("metrics.jsonl", metrics)
+        is_shown = step == 1 or step % SHOW_SAMPLES == 0
+        self.write("metrics.jsonl", metrics, sample_table("samples/train", samples, batch) if is_shown else {})
         every = max(1, len(samples) // max(1, self.args.log_samples))
         shown = samples[::every][: self.args.log_samples]
         for s in shown:
             self.write("samples.jsonl", sample_row(step, s, batch[s.prompt_id]))
-        self.zero_steps = self.zero_steps + 1 if nothing_scored(samples) else 0
-        if self.zero_steps > 0 and self.zero_steps % ZERO_STEPS == 0:
-            print_on_rank_0(explain_zeros(samples, batch, self.zero_steps))
         self.step_seconds.append(metrics["time/step"])
-        seconds = np.mean(self.step_seconds[1:] or self.step_seconds)  # the first step is slower than the others
-        remaining = seconds * (self.total - step)
+        # The first step is slower than the others.
+        remaining = (self.total - step) * np.mean(self.step_seconds[1:] or self.step_seconds)
         print_on_rank_0(step_line(metrics, self.total, remaining, self.args.mask_truncated_completions))
-        if step == 1 or step % SHOW_SAMPLES == 0:
+        if is_shown:
             for s in shown:
                 problem = batch[s.prompt_id]
                 print_on_rank_0(
@@ -359,16 +345,9 @@ class RunLog:
     def check_skips(self, skips, samples: list[Sample]) -> None:
         """End the run once ten optimizer steps in a row, of the policy or the critic, were not applied."""
         if max(vars(skips).values()) >= 10:
-            self.dump("bad_batch.jsonl", samples)
-            raise RuntimeError(
-                f"loss or gradient not finite in ten optimizer steps in a row; the last batch is in "
-                f"{self.folder / 'bad_batch.jsonl'}"
-            )
-
-    def dump(self, file: str, samples: list[Sample]) -> None:
-        """Write all samples of a batch, whole, for a look at what went wrong."""
-        for sample in samples:
-            self.write(file, {"step": -1, **dataclasses.asdict(sample)})
+            for sample in samples:
+                self.write("bad_batch.jsonl", {"step": -1, **dataclasses.asdict(sample)})
+            raise RuntimeError("loss or gradient not finite in ten optimizer steps in a row: see bad_batch.jsonl")
 
     def end(self) -> None:
         """Write and print the verdict of a finished run: whether it has learned.
@@ -377,7 +356,7 @@ class RunLog:
         """
         if self.is_main:
             try:
-                print_on_rank_0(verdict.write(self.folder, self.total))
+                print_on_rank_0(verdict.write(self.folder, last_step(self.folder / "metrics.jsonl")))
             except Exception as error:
                 print_on_rank_0(f"warning: no verdict ({type(error).__name__}: {error})")
 

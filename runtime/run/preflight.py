@@ -61,7 +61,6 @@ def prepare_run(
         process.prepare_environment(args.dtype)
         return None
     folder, start = directory.open_run(args, defaults, world_size)
-    directory.check_disk(args, folder)
     args.recorded_choices = directory.earlier_choices(args, folder)
     process.prepare_environment(args.recorded_choices.get("dtype", args.dtype))
     return problems, eval_problems, folder, start

@@ -117,8 +117,7 @@ class SavedState:
                 else:
                     refuse(
                         f"the optimizer's state {key!r} is neither one number for each weight nor the same on all "
-                        f"ranks, and cannot be cut for another number of them: resume with --num_processes "
-                        f"{len(self.files)}"
+                        f"ranks: resume with --num_processes {len(self.files)}"
                     )
             states.append(state)
         inner = dict(self.files[0][self.inner])

@@ -5,21 +5,42 @@ from __future__ import annotations
 import os
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
 from runtime.system.process import print_on_rank_0
 
+COLUMNS = ("prompt", "response", "truth", "reward", "advantage")  # of a table of samples: rows in a list
 
-def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
+
+class Wandb:
+    """A run of Weights & Biases: numbers, and lists of rows as tables."""
+
+    def __init__(self, run: Any):
+        self.run = run
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log the values of a step."""
+        import wandb
+
+        tables = {}
+        for name, value in values.items():
+            if isinstance(value, list):
+                tables[name] = wandb.Table(list(COLUMNS), value)
+        self.run.log(values | tables, step=step)
+
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+def start_wandb(folder: Path, config: dict[str, Any]) -> Wandb | None:
     """Start the wandb run ``config["wandb_id"]``: offline if there is no network, or None if that fails as well."""
     import wandb
 
     if "weave" not in sys.modules:  # wandb would advertise it, because vLLM imports openai
         os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
-    name = folder.name if len(folder.name) <= 128 else f"{folder.name[:119]}-{zlib.crc32(folder.name.encode()):08x}"
-    options = {"project": os.environ.get("WANDB_PROJECT", "exactrl"), "name": name}
+    options = {"project": os.environ.get("WANDB_PROJECT", "exactrl"), "name": folder.name[:128]}
     options |= {"config": config, "dir": str(folder), "id": config["wandb_id"], "resume": "allow"}
     # wandb writes down the command line and the address of the git remote, either of which may hold a secret. The
     # commit is in config. It would also ask a terminal for a key, and wait for the answer.
@@ -29,7 +50,7 @@ def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
             sys.argv = config["command"]
             settings = wandb.Settings(silent=True, disable_git=True, **limits)
             with open(os.devnull) as sys.stdin:
-                return wandb.init(**options, mode=mode, settings=settings)
+                return Wandb(wandb.init(**options, mode=mode, settings=settings))
         except Exception as error:  # no network, no key, a server error
             reason = (str(error) or type(error).__name__).splitlines()[0]
             instead = "no tracking" if mode else f"tracking offline in {folder}"
@@ -38,8 +59,21 @@ def start_wandb(folder: Path, config: dict[str, Any]) -> Any:
             sys.argv, sys.stdin = words, keyboard
 
 
+def text_table(rows: list[list]) -> dict[str, Any]:
+    """Return the content of a summary that the text plugin shows as a table: a tensor of texts with two dimensions."""
+    cells = []
+    for row in (COLUMNS, *rows):
+        for cell in row:
+            cells.append(str(cell).encode())
+    shape = {"dim": [{"size": len(rows) + 1}, {"size": len(COLUMNS)}]}
+    return {
+        "metadata": {"plugin_data": {"plugin_name": "text"}},
+        "tensor": {"dtype": "DT_STRING", "string_val": cells, "tensor_shape": shape},
+    }
+
+
 class TensorBoard:
-    """Event files in the folder of a run: the numbers of metrics.jsonl and eval.jsonl under their names, as fp32."""
+    """Event files of a run: the numbers of metrics.jsonl and eval.jsonl under their names, as fp32, and samples."""
 
     def __init__(self, folder: Path, first: int):
         """``first``: the first step that follows. TensorBoard drops what earlier event files have from there on."""
@@ -58,9 +92,11 @@ class TensorBoard:
         self.writer.flush()
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
-        """Write the numbers of a step, without what else a record holds."""
+        """Write the numbers of a step, and lists of rows as tables of the text plugin; nothing else that it holds."""
         values = []
         for name, value in numbers.items():
             if isinstance(value, int | float):
                 values.append({"tag": name, "simple_value": value})
+            if isinstance(value, list):
+                values.append({"tag": name, **text_table(value)})
         self._write(step, summary={"value": values})

@@ -103,7 +103,7 @@ def judge(case: Case, rules: set[str], pair: dict[str, Any] | None) -> tuple[str
     if "mismatch_growth" in rules:
         return UNKNOWN, "the engine that was evaluated is not the model that was trained"
     if pair is None:
-        return UNKNOWN, "no evaluations before the first and after the last step (--eval_prompts)"
+        return UNKNOWN, "no evaluations before the first and after the last step (--eval_prompts, --eval_every)"
     gain, what = pair, "pass@1"
     if pair["by_reward"]:  # its scale is unknown, so no gain of it is too small to count
         gain, what = pair["reward"], f"{pair['by_reward']}, which"

@@ -35,10 +35,7 @@ FORMS = (
         re.compile(r"(\b(?:authorization|x-api-key|api-key)['\"]?\s*[:=]\s*['\"]?)(?:\w+ )?[^\s'\",}]+", re.I),
     ),
     ("a bearer token", re.compile(r"(\bbearer\s+)[\w.~+/=-]{8,}", re.I)),
-    (
-        "a token",
-        re.compile(r"()\b(?:hf_\w{20,}|sk-[\w-]{20,}|gh[opsu]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16})"),
-    ),
+    ("a token", re.compile(r"()\b(?:hf_\w{20,}|sk-[\w-]{20,}|gh[opsu]_\w{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16})")),
 )
 
 

@@ -251,9 +251,12 @@ def leave_gpu(engines: Iterable) -> None:
     """Move weights, fp32 master weights and optimizer states of DeepSpeed engines (ZeRO 2) to CPU memory.
 
     In between they can be read, pushed and saved, but not called. Gradients do not outlive the optimizer step.
+    DeepSpeed moves what it trains; frozen weights, which are most of a model with adapters, are moved here.
     """
     for engine in engines:
         engine.offload_states()
+        for weight in filter(lambda weight: not weight.requires_grad, engine.parameters()):
+            weight.data = weight.data.to("cpu", copy=True)
     finish_gpu_work()
 
 
@@ -261,6 +264,8 @@ def return_to_gpu(engines: Iterable) -> None:
     """Move the engines' states back to the GPU, the reverse of ``leave_gpu``."""
     for engine in engines:
         engine.reload_states()
+        for weight in filter(lambda weight: not weight.requires_grad, engine.parameters()):
+            weight.data = weight.data.to(engine.device, copy=True)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -49,7 +49,10 @@ def by_model(args) -> dict[str, Choice]:
     rates = next((rates for least, rates in RATES.items() if count >= least), ())
     names = ("learning_rate", "critic_learning_rate")
     why = f"{count / 1e6:.0f}M parameters"
-    return {name: (rate, why) for name, rate in zip(names, rates, strict=False)}
+    found = {}
+    for name, rate in zip(names, rates, strict=False):
+        found[name] = (rate, why)
+    return found
 
 
 def response_length(verifiers: set[str], thinks: bool, room: float) -> Choice:
@@ -114,6 +117,8 @@ def fill(args, problems: list[Problem], eval_problems: list[Problem]) -> None:
         rendering.render_problems(problems, eval_problems, tokenizer, args)
         args.max_prompt_length = limit
         found |= by_data(args, [*problems, *eval_problems], tokenizer)
-    args.derived = {name: choice for name, choice in found.items() if flags.is_open(args, name)}
-    for name, (value, _) in args.derived.items():
-        setattr(args, name, value)
+    args.derived = {}
+    for name, choice in found.items():
+        if flags.is_open(args, name):
+            args.derived[name] = choice
+            setattr(args, name, choice[0])

@@ -65,11 +65,13 @@ def check_model(args: RunFlags, flag: str = POLICY) -> None:
     if is_policy and args.tokenizer_name_or_path is not None:
         tokenizer_config, files = read_tokenizer(args.tokenizer_name_or_path)
     context = context_length(config)
-    wanted = args.max_prompt_length + args.max_response_length
+    wanted = args.engine_length
+    response = wanted - args.max_prompt_length
     if context is not None and wanted > context:
         refuse(
-            f"--max_prompt_length {args.max_prompt_length} + --max_response_length {args.max_response_length} = "
-            f"{wanted} tokens, but the context of {name} is {context}; shorten one of them"
+            f"--max_prompt_length {args.max_prompt_length} + "
+            f"{'--max_response_length' if response == args.max_response_length else '--eval_sampling max_tokens'} "
+            f"{response} = {wanted} tokens, but the context of {name} is {context}; shorten one of them"
         )
     if not is_policy:
         return

@@ -53,7 +53,7 @@ def call(script, *words, ok: bool = True) -> str:
 @pytest.mark.integration
 def test_mean_and_band_are_those_of_the_seeds(runs):
     """The numbers behind the picture, against the files themselves."""
-    groups = plot.grouped(plot.load_runs([runs], []), ["learning_rate"])
+    groups = plot.grouped(plot.load_runs([runs]), ["learning_rate"])
     assert list(groups) == [("0.001",), ("0.01",)] and {len(g) for g in groups.values()} == {2}
     for (rate,), members in groups.items():
         assert {(r.args["learning_rate"], r.args["seed"]) for r in members} == {(float(rate), 1), (float(rate), 2)}
@@ -120,7 +120,7 @@ def test_final_values_over_an_argument(runs, tmp_path):
     assert out[1] == "| learning_rate | runs | steps | kl/sequence | eval/pass@1 |"
     for line, rate in zip(out[3:5], ("0.001", "0.01"), strict=True):
         assert line.startswith(f"| {rate} | 2 | 3 |")
-        members = plot.load_runs([runs], [f"learning_rate={rate}"])
+        members = [run for run in plot.load_runs([runs]) if run.args["learning_rate"] == float(rate)]
         a, b = (read_jsonl(r.folder / "metrics.jsonl")[-1]["kl/sequence"] for r in members)
         shown = re.search(r"\| (\S+) ± (\S+) \|", line)
         assert [float(x) for x in shown.groups()] == pytest.approx([(a + b) / 2, 12.7062 * abs(a - b) / 2], rel=6e-3)
@@ -180,7 +180,7 @@ def test_a_piece_of_a_loss_is_a_metric_on_the_step_line_and_in_the_picture(tiny,
 
 def test_the_metrics_of_the_scripts_themselves_are_no_pieces(runs):
     """Or they would stand twice on the step line, and have a panel that nobody asked for."""
-    for run in plot.load_runs([runs], []):
+    for run in plot.load_runs([runs]):
         assert plot.own_pieces(plot.logged_by([run])) == []
     utils_names = set(re.findall(r'"(policy/\w+)"', (ROOT / "utils.py").read_text()))
     assert len(utils_names) > 4 and plot.own_pieces(utils_names) == []
@@ -188,7 +188,7 @@ def test_the_metrics_of_the_scripts_themselves_are_no_pieces(runs):
 
 def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     """--exp_name try_$RANDOM, as many people have it. Other code under another name is no repetition."""
-    alike = plot.load_runs([runs], ["learning_rate=0.01"])
+    alike = [run for run in plot.load_runs([runs]) if run.args["learning_rate"] == 0.01]
     folders = [shutil.copytree(run.folder, tmp_path / f"try_{run.args['seed']}") for run in alike]
     change_config(folders[0], exp_name="try_7")
     words = ["--by", "beta", "--y", "reward/mean", "--output", tmp_path / "x.png"]
@@ -207,7 +207,6 @@ def test_an_argument_without_effect_is_named(tiny, tmp_path):
     words = ["--by", "kl_estimator", "--y", "reward/mean", "--output", tmp_path / "x.png"]
     out = call(plot, tmp_path, *words)
     assert "note: kl_estimator changed nothing between k1+, k3+: runs are equal bit for bit" in out
-    assert "note" not in call(plot, tmp_path, *words, "--where", "kl_estimator=k1")
 
 
 def test_copies_are_compared_in_every_setting(runs, tmp_path):
@@ -221,22 +220,6 @@ def test_copies_are_compared_in_every_setting(runs, tmp_path):
     assert "note: the runs also differ in learning_rate, which --by now includes" in out
     rows = re.findall(r"^\| (\w+) \| (0\.\d+) \| (\d+) \|", out, flags=re.MULTILINE)
     assert sorted(rows) == [(name, rate, "2") for name in ("grpo", "mine") for rate in ("0.001", "0.01")]
-    assert "the runs also differ" not in call(plot, *folders, *words, "--where", "learning_rate=0.01")
-
-
-@pytest.mark.integration
-def test_a_table_of_runs_is_drawn_as_their_folders(runs, tmp_path):
-    """The same file each time, without the places of this machine; the same picture's table."""
-    table = tmp_path / "table.jsonl.gz"
-    contents = set()
-    for _ in "ab":
-        call(plot, runs, "--save", table)
-        contents.add(table.read_bytes())
-    assert len(contents) == 1 and "output_dir" not in plot.load_table(table)[0].args
-    words = ["--by", "learning_rate", "--output", tmp_path / "x.png"]
-    assert call(plot, table, *words) == call(plot, runs, *words)
-    (tmp_path / "other.gz").write_text("no table")
-    assert "not a table of runs" in call(plot, tmp_path / "other.gz", *words, ok=False)
 
 
 @pytest.mark.integration
@@ -278,8 +261,6 @@ def test_a_damaged_run_is_shown_all_the_same(runs, tmp_path, script):
         (["--by", "nonsense", "--output", "x.png"], "nonsense: no such argument"),
         (["--x", "nonsense", "--output", "x.png"], "nonsense: no such argument"),
         (["--y", "nonsense", "--output", "x.png"], "--y nonsense: not logged"),
-        (["--where", "seed", "--output", "x.png"], "write NAME=VALUE"),
-        (["--where", "seed=7", "--output", "x.png"], "--seed is 1, 2"),
         (["--by", "learning_rate", "--output", "x.nope"], "the suffix must be .png, .svg or .pdf"),
     ],
 )

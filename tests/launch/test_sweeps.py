@@ -233,7 +233,8 @@ def test_a_copy_of_the_script_is_another_script(finished, tmp_path):
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     assert code == 0, said
     assert [(c[1], c[c.index("--exp_name") + 1]) for c in commands] == [(str(copy), "sweep_lr_mine")]
-    renamed = folder.parent / folder.name.replace("sweep_lr", "sweep_lr_mine")
+    kind = script_loader.load_arguments(copy).Args
+    renamed = folder.parent / directory.run_name(flags.parse(kind, None, commands[0][2:]), kind())
     change_config(shutil.copytree(folder, renamed), exp_name="sweep_lr_mine")
     code, commands, said = sweep(*words, LEARNING_RATES="1e-5", SCRIPT=str(copy))
     shutil.rmtree(renamed)
@@ -328,12 +329,13 @@ os._exit(code)
 """
 
 
-def test_the_exit_code_of_one_process_arrives(tmp_path):
+@pytest.mark.parametrize("ends, code", [("raise SystemExit(75)", 75), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_the_exit_code_of_one_process_arrives(tmp_path, ends, code):
     """accelerate starts one process without torchrun, and raises for any exit code but 0."""
-    (tmp_path / "script.py").write_text("raise SystemExit(75)")
+    (tmp_path / "script.py").write_text(ends)
     line = [sys.executable, ROOT / "scripts" / "launch.py", "--num_processes", "1", tmp_path / "script.py"]
     done = subprocess.run(line, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -287,7 +287,7 @@ def test_what_cannot_be_combined(tiny, tmp_path, capsys):
         ({"async_steps": 2}, ["--async_steps 2", "--inflight_updates off", "--async_steps 1"]),
         ({"inflight_updates": "keep", "rollout": "vllm"}, ["--inflight_updates keep", "--async_steps 1"]),
         ({"async_steps": 1, "inflight_updates": "recompute"}, ["--inflight_updates", "--rollout vllm"]),
-        ({"async_steps": 1, "vllm_sleep": "engine"}, ["--vllm_sleep engine", "--async_steps"]),
+        ({"async_steps": 1, "vllm_sleep": "engine"}, ["--vllm_sleep", "--async_steps"]),
         ({"async_steps": 1, "dataset_filter": (0.5, 1.0)}, ["--dataset_filter", "--async_steps"]),
         ({"async_steps": -1}, ["--async_steps -1", "0 or more"]),
     ):

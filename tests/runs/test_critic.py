@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import deepspeed
 import pytest
 import torch
-from helpers import folder_of, make_samples, read_jsonl, run_here, tiny_args
+from helpers import folder_of, make_samples, read_jsonl, rejected, run_here, tiny_args
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -82,6 +82,43 @@ def test_a_setting_of_the_critic_changes_the_critic_alone(tiny, tmp_path, monkey
     assert other[0]["optim/grad_norm"] == metrics[0]["optim/grad_norm"]
     if column != 0:
         assert all(step[column] == value for step in own.steps["critic"])
+
+
+@pytest.mark.integration
+def test_the_critic_has_mini_batches_and_a_lambda_of_its_own(tiny, tmp_path, monkeypatch, plain):
+    """Twice the mini-batches are twice its steps; advantages keep the policy's lambda, and the returns do not."""
+    shared, _, _ = plain
+    count = 2 * RUN["num_mini_batches"]
+    own, _, _ = run(tiny, tmp_path / "mini", monkeypatch, critic=(f"num_mini_batches={count}",))
+    assert len(own.steps["critic"]) == 2 * len(shared.steps["critic"])
+    assert own.steps["policy"] == shared.steps["policy"]
+    lambdas = {"total_steps": 1, "critic_learning_rate": 1e-2, "num_epochs": 1}
+    first = {}
+    for name, changes in {
+        "low": {"gae_lambda": 0.5},
+        "both": {"gae_lambda": 0.5, "critic": ("gae_lambda=1.0",)},
+        "high": {"gae_lambda": 1.0},
+    }.items():
+        first[name] = run(tiny, tmp_path / name, monkeypatch, **lambdas, **changes)
+    returns = {name: metrics[0]["value/return_mean"] for name, (_, metrics, _) in first.items()}
+    assert returns["both"] == returns["high"] != returns["low"]
+    assert first["both"][0].steps["policy"] == first["low"][0].steps["policy"]
+    assert first["both"][1][0]["optim/grad_norm"] == first["low"][1][0]["optim/grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("gradient_checkpointing=yes",), "--critic gradient_checkpointing=yes: 'yes' is not true or false"),
+        (("num_mini_batches=0",), "num_epochs and num_mini_batches must be above 0"),
+        (("num_mini_batches=9",), "at most --num_unique_prompts_rollout"),
+        (("gae_lambda=1.5",), "gae_lambda is at most 1"),
+    ],
+)
+def test_settings_of_the_critic_that_cannot_be(words, message, capsys):
+    assert message in rejected(capsys, ppo.settings_of_critic, ppo.Args(critic=words))
+    found = ppo.settings_of_critic(ppo.Args(critic=("gradient_checkpointing=true", "gae_lambda=0.9")))
+    assert (found.gradient_checkpointing, found.gae_lambda, found.num_mini_batches) == (True, 0.9, 1)
 
 
 def test_deepspeed_is_told_of_the_same_device_for_policy_and_critic(tiny, tmp_path, monkeypatch):

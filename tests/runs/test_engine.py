@@ -18,6 +18,7 @@ from helpers import alone, answer, command, end_engine, finish, start_engine
 
 import grpo
 import utils
+from runtime.data import prompt_order
 from runtime.data.samples import Sample
 from runtime.engine.weights import push_weights, reload_worker
 from runtime.system import watchdog
@@ -201,6 +202,35 @@ def test_generate_has_no_setting_of_its_own(tiny, tmp_path, penalty):
         with torch.no_grad():
             ids.append(int(plain(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
     assert [outbox.get(timeout=1)[0], list(outbox.get(timeout=1)[3])] == ["ready", ids[3:]]
+
+
+@pytest.mark.parametrize("rollout", ["vllm", "hf"])
+def test_the_settings_of_evaluations_reach_the_sampler(engine, rollout):
+    """Each that leaves one token gives the greedy ids; a penalty repeats none; max_tokens is the length."""
+    inbox, outbox, model, args, _ = engine
+
+    def ids(**settings) -> list[int]:
+        own = dataclasses.replace(args, eval_sampling=json.dumps(settings), ignore_eos=True, rollout=rollout)
+        _, sampling = prompt_order.eval_requests(1, own)
+        request = ("generate", 0, [((0, 0), [5, 6, 7], 1)], sampling)
+        if rollout == "vllm":
+            inbox.put(request)
+            return list(answer(outbox)[3])
+        to_hf, from_hf = watchdog.Mailbox(), watchdog.Mailbox()
+        for message in (request, ("stop",)):
+            to_hf.put(message)
+        utils.hf_thread(own, torch.float32, 0, 1, [EOS], to_hf, from_hf)
+        assert from_hf.get(timeout=1) == ("ready",)
+        return list(from_hf.get(timeout=1)[3])
+
+    push(engine, list(model.state_dict().items()))
+    greedy = ids(temperature=0)
+    assert len(greedy) == 24 and ids() != greedy
+    for only in ({"top_k": 1}, {"top_p": 0.001}, {"min_p": 1.0}):
+        assert ids(**only) == greedy, only
+    penalized = ids(temperature=0, repetition_penalty=1e6)
+    assert len({5, 6, 7, *penalized}) == 27
+    assert ids(temperature=0, max_tokens=5) == greedy[:5]
 
 
 # --------------------------------------------------------------------------------------- weights while sequences run

@@ -11,13 +11,26 @@ from pathlib import Path
 
 import evaluate
 import pytest
-from helpers import PROBLEMS, ROOT, VERIFIERS, clean_environment, forked, read_jsonl, run_here, script, tiny_args
+from helpers import (
+    PROBLEMS,
+    ROOT,
+    VERIFIERS,
+    clean_environment,
+    forked,
+    read_jsonl,
+    rejected,
+    run_here,
+    script,
+    tiny_args,
+)
 
 import grpo
 import utils
+from runtime.arguments import checks
 from runtime.data import prompt_order
 from runtime.data.samples import Problem, Sample, majority
 from runtime.run import identity
+from runtime.training import model_files
 
 
 def answers(verdicts: list[list], problems: list[Problem] | None = None) -> list[Sample]:
@@ -153,9 +166,34 @@ def test_what_samples_say_about_a_run():
 
 
 def test_greedy_is_one_response_to_each():
-    requests, sampling = prompt_order.eval_requests(5, grpo.Args(eval_temperature=0.0, eval_samples=4))
+    requests, sampling = prompt_order.eval_requests(5, grpo.Args(eval_sampling='{"temperature": 0}', eval_samples=4))
     assert [place for place, _, _ in requests] == [0, 1, 2, 3, 4] and sampling["temperature"] == 0
     assert len(prompt_order.eval_requests(5, grpo.Args(eval_samples=4))[0]) == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"top_p": 0}', "top_p 0: must be a number from 0.001 to 1"),
+        ('{"top_k": 1.5}', "top_k 1.5: must be a whole number from 0 to inf"),
+        ('{"max_tokens": true}', "max_tokens True: must be a whole number from 1 to inf"),
+        ('{"temperature": "0.6"}', "temperature '0.6': must be a number"),
+        ('{"n": 4}', "n is not supported; use temperature, top_p, top_k, min_p, repetition_penalty, max_tokens"),
+        ("0.6", 'must be a JSON object; for example \'{"temperature": 0.6'),
+    ],
+)
+def test_settings_that_cannot_be_sampled_with_are_rejected(text, words, capsys):
+    message = rejected(capsys, checks.check, grpo.Args(eval_sampling=text), 1)
+    assert message.startswith("error: --eval_sampling: ") and words in message
+
+
+def test_a_longer_evaluation_needs_the_context_of_the_model(tiny, capsys):
+    """The engine is built for max_tokens of an evaluation, which the model must be able to hold."""
+    args = grpo.Args(model_name_or_path=str(tiny), eval_sampling='{"max_tokens": 250}')
+    assert args.engine_length == 256 + 250
+    model_files.check_model(args)
+    longer = grpo.Args(model_name_or_path=str(tiny), eval_sampling='{"max_tokens": 300}')
+    assert "--eval_sampling max_tokens 300 = 556 tokens" in rejected(capsys, model_files.check_model, longer)
 
 
 # ---------------------------------------------------------------------------------------------- evaluate.py and a run
@@ -350,14 +388,14 @@ def test_other_data(with_eval_dataset, tmp_path):
         content = [{"question": f"{i} + {name} =", "answer": "1"} for i in range(9)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     mixture = json.dumps({str(tmp_path / "a.jsonl"): 1.0, str(tmp_path / "b.jsonl"): 4})
-    flags = ["--dataset", mixture, "--eval_prompts", "0", "--eval_temperature", "0"]
+    flags = ["--dataset", mixture, "--eval_prompts", "0", "--sampling", '{"temperature": 0}']
     said = call(tmp_path, "--run", str(folder), *flags, "--verifier", "exact", "--output", str(tmp_path / "s.jsonl"))
     rows = read_jsonl(tmp_path / "s.jsonl")
     assert [r["source"] for r in rows] == ["a"] * 9 + ["b"] * 4 and {r["verifier"] for r in rows} == {"exact"}
     assert rows[0]["prompt"][-1]["content"] == "0 + a ="
     table = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("| ")]
     assert [[cell.strip() for cell in cells] for cells in table[1:]] == [["a", "9"], ["b", "4"], ["all", "13"]]
-    assert "greedy" in said
+    assert "temperature 0" in said
 
 
 def test_a_pasted_flag_of_training_is_a_warning(capsys):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
+import benchmark
 import kept_memory
 import pytest
 import torch
@@ -60,29 +60,14 @@ def policy_of(folder: str, place: str, attention: str = "sdpa") -> utils.TokenLo
 # ----------------------------------------------------------------------------------------------- the machine, the maths
 
 
-def rate(device: torch.device, amount: float, work: Callable[[], object]) -> float:
-    """Amount of work per second, the best of 8."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    seconds = []
-    for _ in range(8):
-        wait()
-        started = time.perf_counter()
-        work()
-        wait()
-        seconds.append(time.perf_counter() - started)
-    return amount / min(seconds)
-
-
 @on_both
-def test_the_device_computes_as_fast_as_its_kind(place):
+def test_the_device_computes_as_fast_as_its_kind(place, monkeypatch):
     """A product of matrices in bf16 reaches half of the data sheet: driver, CUDA and clocks are as they should be."""
-    device = torch.device(place)
-    size, count = (8192, 256 * 10**6) if place == "cuda" else (256, 10**6)
-    a, b = torch.randn(2, size, size, device=device).to(DTYPE[place])
-    source, target = torch.ones(2, count, dtype=torch.uint8, device=device)
-    flops = rate(device, 2 * size**3, lambda: a @ b)
-    bandwidth = rate(device, 2 * count, lambda: target.copy_(source))
-    name = torch.cuda.get_device_name() if place == "cuda" else "CPU"
+    if place == "cpu":
+        monkeypatch.setattr(benchmark, "PRODUCT_SIZE", {"cpu": 256})
+        monkeypatch.setattr(benchmark, "COPY_BYTES", 10**6)
+    flops, bandwidth = benchmark.machine_rates(torch.device(place), DTYPE[place])
+    name = benchmark.machine_name(torch.device(place))
     print(f"{name}: {flops / 1e12:.3f} TFLOP/s, {bandwidth / 1e9:.0f} GB/s")
     peak = next((value for part, value in PEAK.items() if place == "cuda" and part in name), 1e8)
     assert flops > 0.5 * peak and bandwidth > 1e7

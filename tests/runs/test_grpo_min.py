@@ -16,6 +16,7 @@ from script_edits import DIVIDED, TOKENS
 
 import grpo
 import utils
+from rewards import truth_error
 from runtime.data import problem_set, sources
 from runtime.training import batching
 
@@ -97,7 +98,7 @@ def test_its_gradient_is_that_of_grpo(tiny_model, tmp_path, name, micro_batch):
 def test_its_task_is_the_quickstarts(small):
     rows = sources.gym_rows(grpo.Args.dataset, 1)
     assert set(small.problems()) == {(row["question"], row["answer"]) for row in rows}
-    assert problem_set.task_system_prompt(grpo.Args.dataset) == small.SYSTEM
+    assert problem_set.look_at(grpo.Args.dataset, [rows], grpo.Args(), truth_error).system == small.SYSTEM
     assert len(small.problems()) == len(set(small.problems()))
 
 

@@ -97,6 +97,22 @@ def test_the_engine_has_the_adapters_of_the_last_push(lora, engine, tiny):
         earlier = model
 
 
+def test_a_run_continues_from_adapters(lora, tiny, tmp_path):
+    """Of another rank than the flag's: trainer and engine have the rank, the scale and the weights of the files."""
+    args = lora.Args(model_name_or_path=str(tiny), lora_rank=RANK)
+    first = adapted(lora, tiny, args, 1)
+    first.save_pretrained(tmp_path)
+    again = lora.Args(model_name_or_path=str(tiny), lora_path=str(tmp_path))
+    assert (again.lora_rank, lora.lora_config(again).r, lora.lora_config(again).lora_alpha) == (16, RANK, 32)
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="eager")
+    model.load_adapter(again.lora_path, is_trainable=True)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    for name, weight in first.named_parameters():
+        assert name not in trained or torch.equal(weight, trained[name]), name
+    assert "llm.sleep(level=1)" in variant.variant("lora"), "a push brings back no base weights that level 2 drops"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True], ids=["thread", "dedicated"])
 def test_a_run_trains_adapters_alone(tiny, tmp_path, apart):

@@ -703,7 +703,7 @@ def test_all_rewards_zero_end_the_run_if_asked(tiny, tmp_path):
         ({"gae_lambda": 1.1}, "--gae_lambda"),
         ({"gamma": -0.1}, "--gamma"),
         ({"critic": ("model_name_or_path=./nowhere",)}, "--critic model_name_or_path ./nowhere"),
-        ({"critic": ("num_epochs=0",)}, "--critic num_epochs=0"),
+        ({"critic": ("num_epochs=0",)}, "--critic: num_epochs and num_mini_batches must be above 0"),
         ({"critic": ("num_epochs=1.5",)}, "--critic num_epochs=1.5"),
         ({"critic": ("weight_decay=-0.1",)}, "--critic weight_decay=-0.1"),
         ({"critic": ("weight_decay=much",)}, "'much' is not a number"),

@@ -5,9 +5,11 @@ On a CPU "leaving" is a copy into other buffers, by the same code of DeepSpeed: 
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +57,28 @@ stayed = sum(size for storage, size in before if storage() is not None and stora
 print("BYTES", sum(size for _, size in before) / count, moments / count, stayed / count, flush=True)
 os._exit(0)
 """
+
+
+def test_frozen_weights_leave_the_device_with_the_others():
+    """DeepSpeed moves what its optimizer has; of a model with adapters that is the smallest part."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[0].requires_grad_(False)
+    calls = []
+    engine = SimpleNamespace(
+        parameters=module.parameters,
+        device=torch.device("cpu"),
+        offload_states=lambda: calls.append("offload"),
+        reload_states=lambda: calls.append("reload"),
+    )
+    places = [[weight.data_ptr() for weight in module.parameters()]]
+    before = [weight.clone() for weight in module.parameters()]
+    for move in (deepspeed_zero.leave_gpu, deepspeed_zero.return_to_gpu):
+        move([engine])
+        places.append([weight.data_ptr() for weight in module.parameters()])
+    assert calls == ["offload", "reload"]
+    for earlier, later in itertools.pairwise(places):
+        assert [a != b for a, b in zip(earlier, later, strict=True)] == [True, True, False, False]
+    assert all(map(torch.equal, before, module.parameters()))
 
 
 @pytest.mark.slow

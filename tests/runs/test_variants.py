@@ -34,6 +34,8 @@ MOST_CHANGES = 60
 ROWS = {
     "cispo": ("CISPO", {"clip_higher": 0.28}),
     "dppo": ("DPPO", {}),
+    "gdpo": ("PPO clip", {}),
+    "shrinkage": ("PPO clip", {}),
     "gspo": ("GSPO", {"clip_lower": 0.2, "clip_higher": 0.2}),
     "reinforce_pp": ("PPO clip", {}),
     "maxrl": ("PPO clip", {}),
@@ -215,6 +217,58 @@ def test_maxrl_estimates_the_gradient_of_the_truncated_likelihood(modules):
     assert expected.item() == pytest.approx(truncated, rel=1e-9)
 
 
+@pytest.mark.parametrize("group", [2, 3])
+def test_a_shrinkage_baseline_leaves_the_gradient_unbiased_and_has_less_noise(modules, group):
+    """By enumeration of all rewards of three prompts: the expected gradient is that of E[R] of each prompt."""
+    chances = torch.tensor([0.5, 0.6, 0.45], dtype=torch.float64)
+    outcomes = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * (3 * group)).view(-1, 3, group)
+    chance_P1 = chances[:, None]
+    probability = (chance_P1**outcomes * (1 - chance_P1) ** (1 - outcomes)).flatten(1).prod(1)
+    scores = outcomes / chance_P1 - (1 - outcomes) / (1 - chance_P1)  # d log P(outcome) / d chance
+    noise = {}
+    for name, kind in (("shrinkage", "shrinkage"), ("dppo", "leave_one_out")):
+        module = modules[name]
+        advantages = torch.stack([module.group_advantages(rewards, kind) for rewards in outcomes])
+        gradients = (advantages * scores).mean(2)  # of each prompt
+        mean = probability @ gradients
+        assert torch.allclose(mean, torch.ones(3, dtype=torch.float64), rtol=1e-9)
+        noise[name] = (probability @ (gradients - mean) ** 2).sum().item()
+    assert noise["shrinkage"] < noise["dppo"]
+
+
+def test_gdpo_normalizes_each_reward(modules):
+    """Two mixtures with equal sums differ; the scale of a reward does not count; the batch has std 1."""
+    rewards = torch.tensor([[[1.0, 0, 0, 0], [1, 1, 0, 0]], [[0.0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.float64)
+    found = modules["gdpo"].group_advantages(rewards, 0.0)
+    own = (rewards - rewards.mean(2, keepdim=True)) / rewards.std(2, keepdim=True)
+    total = own.nan_to_num(0.0).sum(0)
+    assert torch.allclose(found, (total - total.mean()) / total.std())
+    scaled = rewards * torch.tensor([1.0, 50.0], dtype=torch.float64)[:, None, None]
+    assert torch.allclose(modules["gdpo"].group_advantages(scaled, 0.0), found)
+    assert rewards.sum(0)[0].tolist() == [1, 1, 1, 0] and found[0, 0] > found[0, 1] + 0.1, "the rarer one counts more"
+    samples = make_samples(2, 4)
+    for number, sample in enumerate(samples):
+        sample.reward_parts = {"correct": rewards[0].flatten()[number].item()}
+    samples[0].reward_parts["format"] = 1.0  # the verifier failed on all others
+    args = modules["gdpo"].Args(num_samples_per_prompt_rollout=4)
+    assert modules["gdpo"].rewards_by_name(samples, args).tolist() == [rewards[0].tolist(), [[1, 0, 0, 0], [0] * 4]]
+    with pytest.raises(ValueError, match="--normalized_rewards a: the verifiers report correct, format"):
+        modules["gdpo"].rewards_by_name(samples, dataclasses.replace(args, normalized_rewards=("a",)))
+
+
+@pytest.mark.parametrize("condition", loss_table.CONDITIONS)
+def test_ipo_drops_what_is_far_from_the_sampler_in_either_direction(modules, condition):
+    world = loss_table.World(max_length=3)
+    batch = loss_table.batch_of(world, loss_table.policies_of(world, condition))
+    given = {f"{field}_T": getattr(batch, field) for field in ("logprobs", "old", "sampler", "advantages")}
+    loss, pieces = token_loss(modules["ipo"], 0.0, modules["ipo"].Args(max_probability_change=0.05), **given)
+    (slopes,) = torch.autograd.grad(loss.sum(), batch.logprobs)
+    near = (batch.logprobs.exp() - batch.sampler.exp()).abs() <= 0.05
+    expected = -(batch.logprobs - batch.sampler).exp() * batch.advantages * near
+    assert torch.allclose(slopes, expected.detach(), rtol=1e-6, atol=1e-9)
+    assert torch.equal(pieces["clipped"], (~near).float())
+
+
 def test_maxrl_learns_from_no_reward_below_0(modules):
     """A group with a negative mean would raise its worst responses: the rewards end the run, 0 among them does not."""
     below = torch.tensor([[1.0, 0.0], [0.0, -1.0]], dtype=torch.float64)
@@ -227,7 +281,7 @@ def test_maxrl_learns_from_no_reward_below_0(modules):
 NEGATIVE = "MaxRL divides by their mean"
 SAMPLED = "the KL of sampled tokens is the loss"
 OVER_THE_VOCABULARY = "--divergence is the loss, no reward"
-ADAPTERS = "only adapters are pushed"
+ADAPTERS = "adapters alone are pushed"
 REFUSED = [
     ("maxrl", {"non_stop_penalty": 0.5}, f"give rewards down to -0.5: {NEGATIVE}"),
     ("maxrl", {"overlong_buffer": 4}, f"give rewards down to -1: {NEGATIVE}"),
@@ -247,8 +301,7 @@ REFUSED = [
     ("dppo", {"importance_sampling_mask": (0.5, 5.0)}, "--importance_sampling_mask: DPPO masks by --max_probability"),
     ("lora", {"rollout": "hf"}, ADAPTERS),
     ("lora", {"zero_stage": 3}, ADAPTERS),
-    ("lora", {"vllm_sleep": "engine"}, ADAPTERS),
-    ("lora", {"ref_policy_update": (1, 1.0), "beta": 0.1}, "--ref_policy_update supports complete weights"),
+    ("lora", {"ref_policy_update": (1, 1.0), "beta": 0.1}, ADAPTERS),
 ]
 
 
@@ -378,14 +431,14 @@ TRL_LOSS = """
 import sys
 from pathlib import Path
 import torch
-import frameworks
+from frameworks import Framework
 
-sys.path.append(sys.argv[1])
-trl = frameworks.load("trl.experimental.sdpo.loss_utils")
+load = Framework([Path(sys.argv[1])], ("trl.experimental", "trl.trainer.utils")).load
+trl = load("trl.experimental.sdpo.loss_utils")
 given = torch.load(sys.argv[2])
 student = given["student"].requires_grad_()
 if given["old"] is None:
-    sdft = frameworks.load("trl.experimental.sdft.loss_utils")
+    sdft = load("trl.experimental.sdft.loss_utils")
     how = {"distillation_alpha": given["alpha"]}
     loss = sdft.compute_full_logit_self_distillation_loss(student, given["teacher"], **how)
 else:
@@ -406,7 +459,7 @@ def from_trl(folder, **given) -> tuple[torch.Tensor, torch.Tensor]:
         pytest.skip(reason)
     torch.save({"old": None} | given, folder / "given.pt")
     line = [sys.executable, "-c", TRL_LOSS, *(str(folder / name) for name in ("trl", "given.pt", "found.pt"))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "studies")}
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "found.pt")
@@ -576,8 +629,8 @@ def test_reinforce_pp_counts_responses_where_verl_counts_tokens(modules):
 )
 def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     """Two real steps with two optimizer steps each on the tiny model: the second is off-policy."""
-    changes = {"teacher_name_or_path": str(tiny)} if name == "distill" else {}
-    args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **changes)
+    own = {"distill": {"teacher_name_or_path": str(tiny)}, "gdpo": {"normalized_rewards": ("correct",)}}
+    args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **own.get(name, {}))
     metrics = run_here(args, f"variant_{name}")
     assert [m["optim/steps"] for m in metrics] == [2, 2]
 

@@ -19,13 +19,13 @@ import numpy as np
 import plot
 import psutil
 import pytest
-from helpers import ROOT, make_samples
+from helpers import ROOT, VERIFIERS, folder_of, go_back, make_samples, read_jsonl, run_here, tiny_args
 
 import ppo
 import rewards
 from graders.code import code_tests, sandbox
 from grpo import Args
-from rewards import VERIFIERS, Reward, RewardPool, combine, find_verifier, last_number, parse_weights
+from rewards import Reward, RewardPool, combine, find_verifier, last_number, parse_weights
 from runtime.data.samples import Problem
 from runtime.run import directory, logger, verdict
 from runtime.run.run_files import control_of
@@ -36,7 +36,9 @@ MINE = ROOT / "tests" / "verifiers.py"
 
 # (response, truth, right?)
 def test_find_verifier(tmp_path):
-    assert find_verifier("last_number") is last_number and {"last_number", "exact", "math", "code"} <= set(VERIFIERS)
+    assert find_verifier("last_number") is last_number and {"last_number", "exact", "math", "code"} <= set(
+        rewards.VERIFIERS
+    )
     assert find_verifier(f"{MINE}:parity")("abc", "", {}).score == 1.0
     (tmp_path / "mine.txt").write_text(OWN_FILE)
     for name, words in {
@@ -884,3 +886,23 @@ def test_a_dry_run_tries_the_users_verifier(tmp_path, capsys):
     assert "raises on the truth '146'" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"write def other\(response, truth, row\)"):
         rewards.find_verifier(f"{file}:other")
+
+
+def test_a_verifier_knows_the_step_that_trains_on_the_response(tiny, tmp_path):
+    """Ahead of training, in further rounds of a step, and in a resumed run; evaluations have the last step."""
+    schedule = {"verifier": f"{VERIFIERS}:scheduled", "total_steps": 4, "async_steps": 1, "save_every": 2}
+    args = tiny_args(tiny, tmp_path, **schedule, dynamic_sampling_rounds=1, eval_prompts=2, eval_every=2)
+    metrics = run_here(args)
+    assert [m["reward/mean"] for m in metrics] == [m["data/reward_mean"] for m in metrics] == [0.25, 0.5, 0.75, 1.0]
+    folder = folder_of(args)
+    assert [m["eval/reward_mean"] for m in read_jsonl(folder / "eval.jsonl")] == [1.0, 1.0, 1.0]
+    go_back(folder, 2)
+    assert [m["reward/mean"] for m in run_here(args)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_column_of_the_data_wins_over_the_progress_of_training():
+    problem = Problem([{"role": "user", "content": "?"}], "1", "exact", {"step": "a hint"})
+    args = Args()
+    args.steps = 9
+    assert rewards.row_for(problem, args, 3) == {"messages": problem.messages, "step": "a hint", "total_steps": 9}
+    assert rewards.row_for(Problem([], "1", "exact", {}), args)["step"] == 9

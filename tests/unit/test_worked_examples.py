@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
-import random
 import re
-import subprocess
-import sys
-from collections import Counter
 
 import pytest
 from episode_player import Player, arguments, observations, tokenizer_of
@@ -28,12 +23,6 @@ def play(tiny, name: str, row: dict, *turns: str, **more) -> episodes.Episode:
     episode = one.play(*turns, **row)
     one.episodes.close()
     return episode
-
-
-def rows_of(name: str, *words: str) -> list[dict]:
-    program = [sys.executable, ROOT / "examples" / name, *words]
-    done = subprocess.run(program, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 CALCULATIONS = {
@@ -61,49 +50,19 @@ def test_the_calculator_s_rows_are_those_of_the_default_data(tiny):
         assert observations(played) == [row["answer"]] and played.outcome == {"score": 1.0}
 
 
-def digit_of(row: dict) -> int:
-    """The digit to guess."""
-    return random.Random(row["game"]).choice([int(digit) for digit in row["prompt"].split()])
-
-
-def test_a_guess_is_answered_with_what_is_left_and_the_whole_history(tiny):
-    row = next(row for row in rows_of("guess.py") if row["low"] == 2 and digit_of(row) == 3)
-    assert row["prompt"] == "2 3 4 5"
-    episode = play(tiny, "guess.py:Guess", row, "5 or 3", "none", "2", "it is 3", max_turns=4)
-    assert observations(episode) == ["2 3 4 (5-)", "2 3 4 (5-)", "3 4 (5- 2+)"]
-    assert episode.outcome == {"score": 1.0}
-    assert play(tiny, "guess.py:Guess", row, "4", "4", "2", max_turns=3).outcome == {"score": 0.0}
-    assert play(tiny, "guess.py:Guess", row, "3").outcome == {"score": 1.0}
-    beyond = play(tiny, "guess.py:Guess", row, "17", "0", "4", max_turns=3)
-    assert observations(beyond) == ["2 3 4 5 (17-)", "2 3 4 5 (17- 0+)", "2 3 (17- 0+ 4-)"]
-
-
-def test_no_digit_is_a_better_first_guess_than_the_others_of_its_prompt():
-    rows = rows_of("guess.py")
-    assert len(rows) == 600 and len({row["prompt"] for row in rows}) == 7
-    places = Counter(digit_of(row) - row["low"] for row in rows)
-    assert sorted(places) == list(range(4)) and min(places.values()) > 120 and max(places.values()) < 180
-    assert min(Counter(row["low"] for row in rows).values()) > 60
-
-
-@pytest.mark.parametrize("name", ["calculator", "guess"])
-def test_the_command_that_learns_stands_in_the_file_and_on_the_page(name):
-    """Word by word. The page's commands are parsed in test_pages.py, those of the other files here."""
+def test_the_command_that_learns_stands_in_the_file_and_on_the_page():
+    """Word by word. The page's commands are parsed in test_pages.py, those of the file here."""
     joined = re.sub(r"\\\n\s+", " ", (ROOT / "docs" / "environments.md").read_text())
-    text = ast.get_docstring(ast.parse((ROOT / "examples" / f"{name}.py").read_text()))
+    text = ast.get_docstring(ast.parse((ROOT / "examples" / "calculator.py").read_text()))
     lines = [" ".join(line.split()) for line in re.sub(r"\\\n", " ", text).splitlines()]
-    lines = [line for line in lines if line.startswith("python ")]
-    assert set(lines[-2:]) - {" ".join(line.split()) for line in joined.splitlines()} == set()
-    for line in lines:
-        if line.startswith("python grpo.py"):
-            assert flags.parse(grpo.Args, words=line.split()[2:]).environment.startswith(f"examples/{name}.py:")
+    (line,) = [line for line in lines if line.startswith("python grpo.py")]
+    assert line in {" ".join(line.split()) for line in joined.splitlines()}
+    assert flags.parse(grpo.Args, words=line.split()[2:]).environment.startswith("examples/calculator.py:")
 
 
-@pytest.mark.parametrize("name", ["calculator.py:Calculator", "guess.py:Guess"])
-def test_each_passes_the_checks_before_a_run(tiny, name):
-    file, _, cls = name.partition(":")
-    args = arguments(tiny, cls, environment=f"{ROOT / 'examples' / file}:{cls}")
-    problem = Problem([{"role": "user", "content": "u"}], "1", "environment", {"answer": "1", "game": 1, "low": 0})
+def test_it_passes_the_checks_before_a_run(tiny):
+    args = arguments(tiny, "Calculator", environment=f"{ROOT / 'examples' / 'calculator.py'}:Calculator")
+    problem = Problem([{"role": "user", "content": "u"}], "1", "environment", {"answer": "1"})
     episodes.check(args)
     episodes.first_turns([problem], tokenizer_of(tiny), args)
     (problem,) = rendering.render_prompts([problem], tokenizer_of(tiny), args)

@@ -9,7 +9,6 @@ import resource
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import evaluate
@@ -142,7 +141,7 @@ CASES = {
     ),
     "episodes below a step": (
         {"total_episodes": 63},
-        ["--total_episodes 63", "64", "--num_samples_per_prompt_rollout 8"],
+        ["--total_episodes 63", "the 64 samples of one step"],
     ),
     "an empty stop string": ({"stop_strings": ("a", "")}, ["--stop_strings: is empty (an unset shell variable?)"]),
     "no epoch": ({"total_epochs": 0}, ["--total_epochs 0", "above 0"]),
@@ -158,7 +157,7 @@ CASES = {
     "group of one": ({"num_samples_per_prompt_rollout": 1}, ["--num_samples_per_prompt_rollout 1", "at least 2"]),
     "micro-batch too small": (
         {"micro_batch_tokens": 287},
-        ["--micro_batch_tokens 287", "--max_prompt_length 256", "--max_response_length 32", "288"],
+        ["--micro_batch_tokens 287", "288 tokens"],
     ),
     **{
         f"{name} zero": ({name: 0}, [f"--{name} 0", "above 0"])
@@ -260,7 +259,7 @@ CASES = {
         for name, setter in checks.VLLM_TAKEN.items()
     },
     "dedicated, hf": ({"vllm_engines": 1, "rollout": "hf"}, ["--vllm_engines needs --rollout vllm"]),
-    "dedicated, asleep": ({"vllm_engines": 1, "vllm_sleep": "engine"}, ["--vllm_engines 1", "drop --vllm_sleep"]),
+    "dedicated, asleep": ({"vllm_engines": 1, "vllm_sleep": "engine"}, ["--vllm_engines", "drop one"]),
     "no trainer": ({"vllm_engines": 1}, ["--vllm_engines 1", "--num_processes 2"]),
     "tensor parallel": ({"vllm_tensor_parallel_size": 2}, ["--vllm_tensor_parallel_size 2", "must divide the 1 rank"]),
     "flash attention, shared rows": (
@@ -282,9 +281,9 @@ CASES = {
     ),
     "sleep ahead of training": (
         {"vllm_sleep": "all", "async_steps": 1, "rollout": "hf"},
-        ["--vllm_sleep all", "--async_steps", "one of them"],
+        ["--vllm_sleep", "--async_steps", "one of them"],
     ),
-    "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "not 2"]),
+    "offload without ZeRO 3": ({"offload": ("param",)}, ["--offload param", "--zero_stage 3", "stage 2 has all"]),
     # verifiers
     "unknown verifier": ({"verifier": "maths"}, ["--verifier", "'maths'", "last_number", "exact"]),
     "no reward model to be alone": ({"verifier": "reward_model"}, ["give --reward_model_name_or_path"]),
@@ -310,7 +309,7 @@ CASES = {
         {"kl_target": (6.0,), "beta": 0.1, "kl_placement": "none"},
         ["--kl_target", "--kl_placement"],
     ),
-    "adaptive, short horizon": ({"kl_target": (6.0, 12.0), "beta": 0.1}, ["--kl_target 6 12", "64 samples"]),
+    "adaptive, short horizon": ({"kl_target": (6.0, 12.0), "beta": 0.1}, ["--kl_target 6 12", "above 12.8"]),
     "coefficient of no reward": ({"beta": 0.1, "kl_reward_coef": 0.1}, ["--kl_reward_coef", "is loss", "both"]),
     "estimator of no reward": (
         {"kl_reward_estimator": "k2", "kl_placement": "none"},
@@ -318,11 +317,11 @@ CASES = {
     ),
     "two coefficients in one place": (
         {"beta": 0.1, "kl_reward_coef": 0.2, "kl_placement": "reward"},
-        ["--beta 0.1", "--kl_reward_coef 0.2", "--kl_placement both"],
+        ["--beta", "--kl_reward_coef", "--kl_placement reward", "pass one"],
     ),
     "adaptive, reward's coefficient zero": (
         {"kl_target": (6.0,), "beta": 0.1, "kl_reward_coef": 0.0, "kl_placement": "both"},
-        ["--kl_target", "--kl_reward_coef", "in the reward"],
+        ["--kl_target needs --kl_reward_coef or --beta", "above 0"],
     ),
     # places
     "a run's name from a variable that is not set": ({"run_name": "", "overwrite": True}, ["--run_name ''"]),
@@ -518,27 +517,6 @@ def earlier_run(place: Path, changes: dict) -> None:
     logger.RunLog(folder, args, 1, args.total_steps, True).close()
 
 
-def test_full_disk(place, nothing_is_loaded, tmp_path, capsys):
-    """Weights larger than what is free are rejected (a hole in a file uses no disk), half as large ones are not."""
-    model = shutil.copytree(place / "model", tmp_path / "model")
-    free = shutil.disk_usage(tmp_path).free
-
-    def make_weights(size: int) -> None:
-        header = json.dumps({"hole": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
-        (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-        os.truncate(model / "model.safetensors", 8 + len(header) + size)
-
-    make_weights(free + 2**30)
-    args = arguments(place, {"model_name_or_path": str(model), "output_dir": str(tmp_path / "runs/new")})
-    message = refusal(args, capsys)
-    for word in ("--output_dir", "MiB free", "free some space"):
-        assert word in message
-    assert not (tmp_path / "runs").exists()
-    make_weights(free // 2)
-    with pytest.raises(AssertionError, match="went on"):
-        start(arguments(place, {"model_name_or_path": str(model)}))
-
-
 def test_overwrite_leaves_the_users_files(place, nothing_is_loaded, tmp_path):
     """Notes, and a run of its own, in the folder of the run; or alone in the folder that a first run is to have."""
     changes = {"output_dir": str(tmp_path), "run_name": "mine"}
@@ -700,7 +678,10 @@ def test_help_and_refusals_come_before_the_slow_imports(words):
 
 
 def test_short_names_of_dtypes():
-    assert [flags.parse(Args, words=["--dtype", name]).dtype for name in ("bf16", "fp16")] == ["bfloat16", "float16"]
+    for short, name in {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.items():
+        assert flags.parse(Args, words=["--dtype", short]).dtype == name
+        assert flags.parse(Args, words=[f"--dtype={short}", "--exp_name", short]).dtype == name
+    assert flags.parse(Args, words=["--dtype=fp32", "--exp_name", "bf16", "--run_name=fp16"]).exp_name == "bf16"
 
 
 @pytest.mark.parametrize("line", [
@@ -760,14 +741,6 @@ def test_sizes_that_are_left_open_follow_the_device():
         assert list(vars(default_sizes(given, cuda)).values()) == [7, chunk, 0.3, 9, 10]
     long = default_sizes(Args(max_prompt_length=2000, max_response_length=20000), True)
     assert (long.micro_batch_tokens, long.logprob_chunk) == (22000, 4096)
-
-
-def test_fewer_processes_than_asked_for():
-    """A launcher's command line that asks for two ranks, and one process under it."""
-    inner = f"{sys.executable} grpo.py --dry_run; exit $?"  # the semicolon keeps bash as the parent
-    code, _, err, _ = call("bash", "-c", inner, "launch", "--num_processes", "2")
-    assert code == 2
-    assert "--num_processes 2" in err and "scripts/zero2.yaml" in err
 
 
 @pytest.mark.parametrize("script", [grpo, ppo])

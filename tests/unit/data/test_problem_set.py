@@ -58,8 +58,10 @@ def test_split_of_the_default_data():
 )
 def test_the_example_of_sums_is_one_that_the_task_has(options, example):
     """A result below zero where there are such, else none; another task has no example."""
-    assert problem_set.task_system_prompt(f"reasoning_gym:chain_sum{options}").endswith(f": {example}")
-    assert problem_set.task_system_prompt(f"reasoning_gym:leg_counting{options}") is None
+    batches = [[{"question": "1 + 1 =", "answer": "2"}]]
+    for task, expected in (("chain_sum", f"Write out the calculation: {example}"), ("leg_counting", None)):
+        columns = problem_set.look_at(f"reasoning_gym:{task}{options}", batches, grpo.Args(), truth_error)
+        assert columns.system == expected
 
 
 def rows(count: int = 30) -> list[dict]:
@@ -271,7 +273,11 @@ def test_the_form_of_a_name():
 def test_long_and_strange_names():
     long = [directory.run_name(Args(stop_strings=("x" * 500 + end,)), Args()) for end in "ab"]
     assert long[0] != long[1]
-    assert all(len(name.encode()) < 200 for name in long)
+    usual = {"learning_rate": 1e-6, "num_unique_prompts_rollout": 128, "max_response_length": 1024, "beta": 0.001}
+    usual |= {"num_samples_per_prompt_rollout": 16, "advantage_normalization_type": "centered", "num_mini_batches": 4}
+    long.append(directory.run_name(Args(**usual, temperature=0.6), Args()))
+    assert long[-1].startswith("grpo__") and long[-1].endswith("__seed=1")
+    assert all(len(name.encode()) <= 128 for name in long), "what wandb takes"
     letters = [directory.run_name(Args(stop_strings=(c * 500,), exp_name="e" * 100), Args()) for c in "яé名😀\udcff"]
     assert all(len(os.fsencode(name)) <= 255 for name in letters), "bytes, of which a letter may have four"
     slashes = [directory.run_name(Args(dataset=path), Args()) for path in ("a/b.jsonl", "a-b.jsonl")]
@@ -304,6 +310,11 @@ def test_every_field_is_read(script):
         "recorded_choices",
         "kl_coefficients",
         "loads_reference",
+        "engine_length",
+        "evaluated",
+        "evaluates",
+        "reaches_goal",
+        "steps",
         "derived",
         "data_digest",
         "get",  # of a table of values
@@ -381,7 +392,7 @@ def test_the_eta_leaves_out_the_first_step(tmp_path, capsys):
 def test_other_ranks_write_nothing(tmp_path):
     log = logger.RunLog(tmp_path / "run", Args(), 2, 10, False)
     log.write("metrics.jsonl", {"step": 1})
-    log.dump("bad_batch.jsonl", make_samples())
+    log.write("bad_batch.jsonl", {"step": -1})
     log.close()
     assert not (tmp_path / "run").exists()
 
@@ -501,23 +512,6 @@ def test_code_without_namespaces(tmp_path, capsys, refused, monkeypatch):
     assert capsys.readouterr().out.count("no sandbox") == 1
 
 
-def test_zeros_are_explained(tmp_path, capsys):
-    training, _ = from_file(tmp_path, rows())
-    samples, args = make_samples(), Args(output_dir=str(tmp_path))
-    for s in samples:
-        s.response, s.extracted = "It is 77", "77"
-    log = logger.RunLog(tmp_path / "run", args, 1, 20, True)
-    for step in range(1, 19):
-        for place, s in enumerate(samples):
-            s.score = 1.0 if step == 7 else -1.0 if step > 8 else 0.0
-            s.score -= place * (step > 12)  # a reward model's: below 0, and not alike
-        log.step(STEP | {"step": step, "completions/length_mean": 1.0}, samples, training)
-        said = capsys.readouterr().out
-        assert ("no score of the last 5 steps is above 0" in said) == (step in (5, 12)), step
-        if step in (5, 12):
-            assert said.count("'77' by last_number, status ok") == 2 and repr(training[0].truth) in said
-
-
 def test_starter_code_follows_the_prompt_once():
     """Whatever the form of the tests: it names the function that they call."""
     row = {"starter_code": "def add(a, b):", "tests": "[]"}
@@ -529,3 +523,8 @@ def test_starter_code_follows_the_prompt_once():
 def test_a_dotted_key_reads_an_object_that_is_json_text():
     row = {"verification_info": '{"ground_truth": "7"}'}
     assert problem_set.value_of(row, "verification_info.ground_truth") == "7"
+
+
+def test_too_few_problems_of_an_environment_name_the_column_to_add(refused):
+    args = Args(environment="game.py:Game", num_unique_prompts_rollout=8)
+    assert "for example seed" in refused(problem_set.check_enough, [], [], args)

@@ -437,6 +437,25 @@ def test_rows_that_would_train_on_something_else(tmp_path, capsys, case):
     assert case["says"] in refusal(capsys, Args(dataset=write(tmp_path / "a.jsonl", [case["row"]])))
 
 
+SHAPES = {"a.json": '{"train": [%s]}', "b.jsonl": "\ufeff%s\n", "c.ndjson": "%s\n", "D.JSONL": "%s\n"}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_files_that_others_write(tmp_path, name):
+    (tmp_path / name).write_text(SHAPES[name] % json.dumps({"question": "1 + 1", "answer": "2"}))
+    (problem,) = everything(Args(dataset=str(tmp_path / name), eval_prompts=0))
+    assert problem.truth == "2"
+
+
+def test_slices_and_splits_of_a_saved_folder(tmp_path, capsys):
+    import datasets
+
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows(20))}).save_to_disk(tmp_path / "saved")
+    assert len(everything(Args(dataset=f"{tmp_path}/saved@test[5:15]", eval_prompts=0))) == 10
+    capsys.readouterr()  # of the progress bar
+    assert "it has test, no split train" in refusal(capsys, Args(dataset=f"{tmp_path}/saved"))
+
+
 def test_flags_win_over_known_columns(tmp_path):
     source = write(tmp_path / "a.jsonl", [{"problem": "$1+1$", "answer": "2", "solution": "x", "hint": "add"}])
     args = Args(prompt_key="hint", ground_truth_key="solution", verifier="exact")

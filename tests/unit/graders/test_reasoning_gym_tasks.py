@@ -183,6 +183,10 @@ def test_every_installed_data_set_works_or_is_refused(here):
     assert words.removesuffix(" work.") in " ".join(PAGE.read_text(encoding="utf-8").split())
 
 
+def test_an_answer_may_be_an_object(here):
+    assert any(problem.truth.startswith("{") for problem in problems("codeio"))
+
+
 @pytest.mark.parametrize("name", GYM_UNSUPPORTED)
 def test_an_unsupported_data_set_is_refused_with_the_reason(name, here, refused):
     said = refused(problems, name)

@@ -31,11 +31,13 @@ from helpers import (
     read_jsonl,
     record,
     refusal,
+    rejected,
     run_here,
     tiny_args,
 )
 
 import grpo
+from runtime.arguments import checks
 from runtime.run import checkpoints, directory, logger
 from runtime.system import process
 from runtime.training import deepspeed_zero
@@ -162,7 +164,7 @@ def test_nothing_is_thrown_away_when_no_checkpoint_is_whole(stopped, tmp_path, c
     for checkpoint in (folder_of(args) / "checkpoints").glob("step_*"):
         flip(engine_file(checkpoint))
     message = refusal(args, capsys)
-    assert "no checkpoint is intact" in message and "--overwrite" in message and "--run_name" in message
+    assert "no checkpoint is intact" in message and "--overwrite" in message
     assert len(read_jsonl(folder_of(args) / "metrics.jsonl")) == 3
 
 
@@ -332,6 +334,37 @@ def test_a_finished_run_says_so(stopped, tmp_path, capsys):
     assert record(folder_of(args)) == before
 
 
+def test_a_run_that_reaches_its_goal_is_finished(tiny, tmp_path, capsys):
+    """--stop_at ends it after that evaluation, with its model and verdict; without the goal it goes on to the end."""
+    goal = {"stop_at": "eval/pass@1=0", "eval_every": (2, 2), "total_steps": 4, "save_every": 1}
+    args = tiny_args(tiny, tmp_path, **{**SMALL, **goal})
+    assert [m["step"] for m in run_here(args)] == [1, 2]
+    folder = folder_of(args)
+    assert [m["step"] for m in read_jsonl(folder / "eval.jsonl")] == [2], "none before training, from step 2 on"
+    assert "has reached --stop_at 0" in capsys.readouterr().out
+    assert directory.unfinished(folder, args) == "" and (folder / "verdict.json").is_file()
+    with pytest.raises(SystemExit) as end:
+        run_here(args)
+    assert end.value.code == 0 and "is finished; --overwrite" in capsys.readouterr().out
+    longer = dataclasses.replace(args, stop_at="eval/pass@1=1.5")
+    assert directory.unfinished(folder, longer) == "is at step 2 of 4"
+    assert [m["step"] for m in run_here(longer)] == [1, 2, 3, 4]
+    assert [m["step"] for m in read_jsonl(folder / "eval.jsonl")] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"stop_at": "eval/pass@9=0.8", "eval_every": 1}, "--stop_at eval/pass@9=0.8: pass NAME=NUMBER with a NAME of"),
+        ({"stop_at": "eval/pass@1=high", "eval_every": 1}, "--stop_at eval/pass@1=high: pass NAME=NUMBER"),
+        ({"stop_at": "eval/pass@1=0.8"}, "--stop_at eval/pass@1=0.8 has no effect without evaluations"),
+        ({"eval_every": (-1, 1)}, "--eval_every (-1, 1): N and FIRST must be 0 or more"),
+    ],
+)
+def test_a_goal_that_no_evaluation_can_reach_is_rejected(changes, words, capsys):
+    assert words in rejected(capsys, checks.check_training, grpo.Args(**changes))
+
+
 def test_lines_of_steps_that_are_done_again_go(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "rew')
@@ -359,7 +392,7 @@ def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
     """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
     scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, logger.RunLog.evaluation
     monkeypatch.setattr(
-        logger.RunLog, "evaluation", lambda self, r: plain(self, r | {"eval/pass@1": scores[r["step"]]})
+        logger.RunLog, "evaluation", lambda self, r, *more: plain(self, r | {"eval/pass@1": scores[r["step"]]}, *more)
     )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
     run_here(args)
@@ -418,26 +451,6 @@ def test_too_little_room_costs_the_checkpoint_and_not_the_run(tiny, tmp_path, mo
     said = capsys.readouterr().out
     assert "NO CHECKPOINT after step 2" in said and "GiB free" in said and "needed" in said
     assert directory.saved_steps(folder_of(args)) == [] and saves == [False, False]
-
-
-def test_a_full_disk_refuses_new_weights_only(stopped, tmp_path, monkeypatch, capsys):
-    """With too little disk space for the weights: a finished run says so."""
-    args = copy_of(stopped, tmp_path)
-    weights = sum(file.stat().st_size for file in Path(args.model_name_or_path).glob("*.safetensors"))
-    run_here(args)
-    folder = folder_of(args)
-    assert not (folder / "model.aside").exists()
-    plain = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=weights - 1))
-    with pytest.raises(SystemExit) as end:
-        run_here(dataclasses.replace(args, output_dir=str(tmp_path / "new")))
-    assert end.value.code == 2
-    assert "free some space" in capsys.readouterr().err
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: plain(path)._replace(free=0))
-    with pytest.raises(SystemExit) as end:
-        run_here(args)
-    assert end.value.code == 0
-    assert "is finished" in capsys.readouterr().out
 
 
 @pytest.mark.integration

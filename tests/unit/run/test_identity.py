@@ -73,7 +73,7 @@ def test_copy_edit_run_edit_run(tiny, tmp_path, mine, capsys):
     again = tiny_args(tiny, tmp_path / "runs", "mine", **changes)
     message = rejected(capsys, run_here, again, "mine")
     assert "is finished, but by other code:" in message
-    assert "mine.py has changed." in message
+    assert "mine.py has changed" in message
     assert "--exp_name" in message
     assert "--overwrite" in message
     again.exp_name = "second"
@@ -93,7 +93,7 @@ def test_a_resumed_run_of_changed_code_needs_its_checkpoint(tiny, tmp_path, mine
     args = tiny_args(tiny, tmp_path / "runs", "mine", **SMALL, save_every=1)
     message = rejected(capsys, run_here, args, "mine")
     assert "step_000002 was saved by other code:" in message
-    assert "mine.py has changed." in message
+    assert "mine.py has changed" in message
     checkpoint = folder / "checkpoints" / "step_000002"
     assert f"--resume {checkpoint} resumes it with what is there now" in message
     assert len(read_jsonl(folder / "metrics.jsonl")) == 2

@@ -27,7 +27,7 @@ from runtime.training.model_files import digests_of_files
 # Flags with a text that names no file, or one that the run writes, and those of other packages' own files.
 NO_INPUT = {
     *("exp_name", "preset", "resume", "output_dir", "run_name", "override_config", "prompt_key", "ground_truth_key"),
-    *("system_prompt", "verifier_key", "vllm_args", "attn_implementation", "environment"),
+    *("system_prompt", "verifier_key", "vllm_args", "attn_implementation", "environment", "eval_sampling", "stop_at"),
 }
 opened: set[str] | None = None  # None: nobody wants to know
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 
 import check_flags
@@ -22,6 +23,7 @@ from helpers import write_variant
 from script_edits import ALSO, HARMLESS, MISTAKES, SMALL, SUBTLE
 
 import grpo
+import rewards
 
 # Edits that need no run to be found -> the finding that must fail.
 FOUND = {
@@ -176,3 +178,10 @@ def test_the_place_is_the_first_edited_line(tmp_path):
     number = next(k for k, line in enumerate(edit.text().splitlines(), 1) if "old_T=logprobs_T.detach()," in line)
     assert subject.place("main", "7").startswith(f"placed.py:{number}, main: old_T=logprobs_T.detach()")
     assert subject.place("main", "6") == "" and subject.place("token_loss") == ""
+
+
+@pytest.mark.parametrize("name", ["submit", "collect", "close"])
+def test_the_verifiers_of_probes_are_called_as_those_of_runs(name):
+    """Or every run of part 2 ends early, which only slow tests would see."""
+    own, real = (inspect.signature(getattr(kind, name)) for kind in (fixed_samples.FixedVerifiers, rewards.Verifiers))
+    assert list(own.parameters) == list(real.parameters)

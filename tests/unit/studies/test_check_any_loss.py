@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from functools import partial
 
+import check
 import check_any_loss
 import check_functions
 import check_loss
 import check_numbers
-import frameworks
 import pytest
 import torch
-from check_any_loss import CONSTANT, RESPONSE, SEQUENCE, SUM, TOKEN
-from check_subject import OK
+from check_subject import CONSTANT, OK, RESPONSE, SEQUENCE, SUM, TOKEN, LossSubject
 from framework_losses import ADAPTERS, plain
+from frameworks import Framework
 from helpers import install_wheel
 
 torch.set_num_threads(1)
@@ -167,25 +167,25 @@ BUGS = {
 OF_BATCH = ("masked", "micro-batches", "ranks", "their gradient", "NaN behind")
 
 
-def subject_of(own, estimator: str = "") -> check_any_loss.LossSubject:
+def subject_of(own, estimator: str = "") -> LossSubject:
     """Return the subject of a plain function."""
     function = partial(own)
     function.__name__ = "own"
     adapter = ADAPTERS["plain"]._replace(estimators=(estimator,) if estimator else ())
-    return check_any_loss.subject_of("own", plain(None, function)["own"], adapter)
+    return LossSubject("own", plain(None, function)["own"], adapter)
 
 
 def states(finding: str, own) -> list[str]:
     """The states of the findings whose names begin like this one's."""
     if next(iter(inspect.signature(own).parameters)) == "rewards_PG":
-        subject = check_any_loss.subject_of_advantages("own", "grpo", own)
+        subject = check_any_loss.AdvantageSubject("grpo", own)
         found = [*check_functions.check_advantages(subject), *check_numbers.check_group_edges(subject)]
     elif finding.startswith("KL"):
         found = check_any_loss.check_kl(subject_of(partial(with_kl, own), finding.split()[1]))
     elif finding in OF_BATCH:
         found = check_any_loss.check_batch(subject_of(own))
     elif finding == "aggregation":
-        found = [check_any_loss.check_mean(subject_of(own))]
+        found = check_any_loss.check_mean(subject_of(own))
     else:
         found = check_loss.check_ascent(subject_of(own))
     return [f.state for f in found if f.name.startswith(finding)]
@@ -223,7 +223,7 @@ def test_what_a_loss_divides_by_is_found(mean, loss):
 def test_the_sum_of_a_step_is_found_however_it_is_cut():
     """The unedited surrogate of PPO passes every part, is recognized, and needs no framework."""
     subject = subject_of(ppo)
-    found = [f for checks in check_any_loss.PARTS.values() for check in checks for f in check(subject)]
+    found = [f for checks in check_any_loss.OF_LOSSES.values() for check in checks for f in check(subject)]
     assert {f.name for f in found if f.state == "FAIL"} == set()
     (nearest,) = [f.text for f in found if f.name == "nearest loss"]
     assert nearest.startswith("this is PPO clip")
@@ -237,33 +237,46 @@ from myframework.help import double
 
 @decorate(1)
 def loss(x: absent_library.Tensor["B"]):
-    return double(x)
+    from .help import double as again
+    return double(x) + 0 * again(x)
 """
 
 
-def test_a_module_is_loaded_without_what_is_absent_or_not_asked_for(tmp_path):
-    """Its own functions are real; what it imports and does not call are placeholders; versions replace one another."""
+def test_a_module_runs_without_what_is_absent_or_not_asked_for(tmp_path):
+    """Its own functions are real, in versions side by side; what it imports and does not call are placeholders."""
+    losses = []
     for version, factor in (("one", 2), ("two", 3)):
         package = tmp_path / version / "myframework"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("raise RuntimeError('the whole framework')\n")
         (package / "losses.py").write_text(FRAMEWORK)
         (package / "help.py").write_text(f"def double(x):\n    return {factor} * x\n")
-        asked = ("myframework.losses", "myframework.help")
-        frameworks.forget("myframework")
-        module = frameworks.load("myframework.losses", (tmp_path / version,), asked)
-        assert module.loss(4) == 4 * factor
+        framework = Framework([tmp_path / version], ("myframework.losses", "myframework.help"))
+        losses.append(framework.load("myframework.losses").loss)
+    assert [loss(4) for loss in losses] == [8, 12]
     with pytest.raises(ImportError):
-        frameworks.load("myframework.nothing", (tmp_path / "two",), ())
+        framework.load("myframework.nothing")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("framework", "package", "version", "known"), [("verl", "verl", "0.9.1", "vanilla")])
-def test_the_losses_of_a_wheel_are_called_as_they_are(framework, package, version, known, tmp_path):
-    reason = install_wheel(package, version, tmp_path)
+def test_the_losses_of_a_wheel_are_called_as_they_are(tmp_path, capsys):
+    """Also by name, as a function of the user's own, and as advantages."""
+    reason = install_wheel("verl", "0.9.1", tmp_path)
     if reason:
         pytest.skip(reason)
-    losses = check_any_loss.losses_of(framework, tmp_path)
-    line = check_any_loss.table_line(known, losses[known], ADAPTERS[framework])
-    assert line.startswith(f"| {known} | 0.00 +1.00 5.2 | 0.04 +1.00 5.4 | 1.11 +0.02") and "= PPO clip" in line
-    assert len(losses) >= 12
+    own = tmp_path / "own.py"
+    own.write_text("from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla as mine\n")
+    for asked, code, words in (
+        ("--loss verl", 0, "| vanilla | 0.00 +1.00 5.2 | 0.04 +1.00 5.4 | 1.11 +0.02"),
+        ("--loss verl:gspo", 0, "this is GSPO / length"),
+        (f"--loss {own}:mine --like verl", 0, "this is PPO clip"),
+        ("--advantages verl:rloo", 0, "nothing that must hold fails"),
+        ("--loss verl:nothing", 2, "verl has no nothing; it has vanilla"),
+    ):
+        options, words_of_script = check.parse([*asked.split(), "--source", str(tmp_path)])
+        try:
+            found = check_any_loss.main(options, words_of_script)
+        except SystemExit as ended:
+            found = ended.code
+        printed = capsys.readouterr()
+        assert found == code and words in printed.out + printed.err, asked

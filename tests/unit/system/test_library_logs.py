@@ -82,7 +82,7 @@ def test_messages_of_libraries_go_to_the_file(tmp_path, end):
 
 
 OURS = "run |hardware |data |from |a step |the run |memory |prompt |ids |KL: |eval after |step |  '|warning: "
-OURS += "|resuming |rows |sizes |  phases |  parts |defaults |  --|verdict |           |doctor "
+OURS += "|resuming |rows |sizes |critic |stopping |  phases |  parts |defaults |  --|verdict |           |doctor "
 
 
 @pytest.mark.slow

