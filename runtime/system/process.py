@@ -498,6 +498,8 @@ def prepare_environment(dtype: str = "auto") -> None:
     }
     if dtype == "float32":
         defaults["TRITON_F32_DEFAULT"] = "ieee"
+    if "OMP_WAIT_POLICY" not in os.environ:
+        defaults["GOMP_SPINCOUNT"] = "3000"  # then a waiting thread sleeps; with 300,000 it blocks a core others need
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if hub := sys.modules.get("huggingface_hub.utils"):  # imported with datasets, and has read its variable already

@@ -215,3 +215,41 @@ print((in_use_after(range(370, 400)) - before) / 2**20)
     if max(grown) < 4:
         pytest.skip("on this machine oneDNN does not multiply in bf16")
     assert grown[0] < 1 and grown[1] > 4 and grown[2] > 4, grown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(process.usable_cores() < 2, reason="one core: no thread waits for another")
+def test_two_runs_beside_each_other_wait_asleep():
+    """By default OpenMP's threads wait awake, and two programs on the same cores take six times as long as one."""
+    program = """
+import sys, time
+from runtime.system import process
+process.prepare_environment()
+import torch
+
+torch.set_grad_enabled(False)
+layer = torch.nn.Sequential(torch.nn.Linear(576, 1536), torch.nn.GELU(), torch.nn.Linear(1536, 576))
+x = torch.ones(64, 576)
+layer(x)
+print(flush=True)
+sys.stdin.readline()
+start = time.monotonic()
+for _ in range(1000):
+    layer(x)
+print(time.monotonic() - start)
+"""
+    free = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+
+    def seconds(programs: int, environment: dict[str, str]) -> float:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
+        several = [subprocess.Popen([sys.executable, "-c", program], **pipes) for _ in range(programs)]
+        for one in several:
+            one.stdout.readline()
+        for one in several:
+            one.stdin.write("\n")
+            one.stdin.flush()
+        return max(float(one.communicate(timeout=120)[0]) for one in several)
+
+    awake = seconds(2, {**free, "GOMP_SPINCOUNT": "300000"})
+    asleep = seconds(2, free)
+    assert asleep < 0.7 * awake, (seconds(1, free), asleep, awake)
