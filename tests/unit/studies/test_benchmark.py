@@ -100,12 +100,3 @@ def test_runs_of_two_checkouts_are_timed_in_turns(tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         benchmark.main_run(["script.py", "--fail"])
     assert "what failed" in capsys.readouterr().err
-
-
-def test_cpus_with_and_without_amx_have_two_names(monkeypatch):
-    """Their rates differ so much that what was measured on one must not be compared with the other."""
-    names = set()
-    for amx in (False, True):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
-        names.add(benchmark.machine_name(torch.device("cpu")))
-    assert len(names) == 2
