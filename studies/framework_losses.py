@@ -61,7 +61,7 @@ def verl(load: Load, own: Callable | None) -> dict[str, Loss]:
     has_counts = "batch_num_tokens" in inspect.signature(core.agg_loss).parameters  # those of the step, since 0.7
 
     def call(function: Callable, m: Micro) -> Tensor:
-        config = core.ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+        config = fit(core.ActorConfig, strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
         if hasattr(config.policy_loss, "dro_beta"):  # which has no default
             object.__setattr__(config.policy_loss, "dro_beta", 0.05)
         counts = {"dp_size": m.ranks, "batch_num_tokens": m.tokens, "global_batch_size": m.sequences}

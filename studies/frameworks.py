@@ -52,10 +52,7 @@ class Anything:
 class Placeholder(ModuleType):
     """A module that has whatever is asked of it."""
 
-    def __getattr__(self, name: str) -> Anything:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
+    __getattr__ = Anything.__getattr__
 
 
 class Framework:
@@ -109,11 +106,15 @@ class Framework:
         """Import for a module of the framework: the function that an import statement calls."""
         if level:
             name = importlib.util.resolve_name("." * level + name, globals["__package__"])
+        if name.startswith("torch_"):  # of another device, which a framework tries to import
+            raise ImportError(name)
         if name.split(".")[0] in REAL:
-            return builtins.__import__(name, globals, locals, names)
+            module = builtins.__import__(name, globals, locals, names)
+            if all(hasattr(module, one) for one in names or () if one != "*"):
+                return module  # otherwise it is of another version
         module = self.module(name)
         for child in names or ():
-            if self.file(f"{name}.{child}") is not None:
+            if self.file(f"{name}.{child}"):
                 self.module(f"{name}.{child}")
         return module if names else self.module(name.split(".")[0])
 
