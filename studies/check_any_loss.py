@@ -146,7 +146,7 @@ class AdvantageSubject(Subject):
         super().__init__(script, args, grpo, args, frozenset())
         self.tolerance = float("inf") if kind == "unknown" else 1e-3  # of advantages of equal rewards
 
-    def place(self, function: str, phase: str = "") -> str:
+    def place(self, *_: str) -> str:
         return self.name
 
 
@@ -217,10 +217,11 @@ def find(options: argparse.Namespace, asked: str, framework: str) -> dict[str, C
         found = adapter.losses(load, None) if options.loss else ADVANTAGES.get(framework, lambda load: {})(load)
         if place.endswith(".py"):  # it may import the framework, which is loaded now
             return adapter.losses(load, user_files.find(asked))
-    except (ImportError, AttributeError, OSError) as error:
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
         process.refuse(f"{asked}: {error}; pass file.py:function, and --source DIR, a clone or a wheel of {framework}")
-    if name and name not in found:
-        process.refuse(f"{framework} has no {name}; it has {', '.join(found) or 'none that can be called here'}")
+    if name not in found and (name or not found):
+        known = ", ".join(found) or "none that can be called here"
+        process.refuse(f"{asked}: not found; {framework} has {known}")
     return {name: found[name]} if name else found
 
 

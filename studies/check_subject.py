@@ -282,7 +282,7 @@ class LossSubject(Subject):
         self.adapter = adapter
         self.takes_old = adapter.old
 
-    def place(self, function: str, phase: str = "") -> str:
+    def place(self, *_: str) -> str:
         return self.name
 
     def named(self, losses: dict[str, Callable]) -> dict[str, Callable]:

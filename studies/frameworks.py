@@ -96,9 +96,8 @@ class Framework:
             setattr(parent, child, module)
         if has_code:
             own = vars(builtins) | {"__import__": self.imported}
-            is_package = file.name == "__init__.py"
-            known = {"__file__": str(file), "__package__": name if is_package else package, "__builtins__": own}
-            vars(module).update(known)
+            module.__package__ = name if file.name == "__init__.py" else package
+            vars(module).update(__file__=str(file), __builtins__=own)
             exec(compile(file.read_text(), file, "exec"), vars(module))
         return module
 
