@@ -204,7 +204,9 @@ class Episode(turns.Episode):
 
     def found(self) -> tuple:
         """Return what the run gets: the fields of a Sample, from its ids on."""
-        return super().found() if self.row is None else (*super().found(), self.observed, self.turns, self.outcome)
+        if self.row is None:
+            return super().found()
+        return *super().found(), None, self.observed, self.turns, self.outcome
 
 
 class Episodes(turns.Episodes):

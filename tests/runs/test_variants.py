@@ -43,10 +43,11 @@ ROWS = {
     "lora": ("PPO clip", {}),
     "sdpo": ("PPO clip", {}),
     "opsd": ("PPO clip", {}),
+    "truncated": ("PPO clip", {}),
     "turn_rewards": ("PPO clip", {}),
 }
 # These need vLLM for a step; their own files have such runs.
-WITH_VLLM = ("lora",)
+WITH_VLLM = ("lora", "truncated")
 STALE = ("cispo", "dppo")  # their headers name --async_steps
 SLOW = pytest.mark.slow
 
@@ -237,6 +238,72 @@ def test_a_shrinkage_baseline_leaves_the_gradient_unbiased_and_has_less_noise(mo
     assert noise["shrinkage"] < noise["dppo"]
 
 
+def plain_logits(model, sample) -> torch.Tensor:
+    """The logits that predict a response, [T, V], of a forward pass of the model alone."""
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+    return model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+
+
+@pytest.mark.parametrize("layout", utils.LAYOUTS)
+@pytest.mark.parametrize("budget", [20, 1000])
+def test_the_gradient_of_a_truncated_policy_is_that_of_its_own_expected_reward(modules, tiny_model, layout, budget):
+    """By enumeration of the 16 responses of two tokens that top-k 4 leaves; the full softmax has another gradient.
+
+    The expected reward is a sum over probabilities of the softmax over kept ids, from plain forward passes.
+    """
+    module = modules["truncated"]
+    prompt = list(range(3, 9))
+    with torch.no_grad():
+        step = lambda ids: tiny_model(torch.tensor([ids])).logits[0, -1].topk(4).indices.tolist()  # noqa: E731
+        first = step(prompt)
+        kept = [(a, b, [first, second]) for a in first for second in [step([*prompt, a])] for b in second]
+    samples = [
+        batching.Sample(0, k, prompt, [a, b], [0, 0], "stop", [(1, 0)], ids) for k, (a, b, ids) in enumerate(kept)
+    ]
+    rewards = torch.rand(len(samples), generator=torch.Generator().manual_seed(0))
+
+    logprobs = []
+    for sample in samples:
+        of_kept = plain_logits(tiny_model, sample).gather(1, torch.from_numpy(sample.kept).long()).log_softmax(-1)
+        own = torch.from_numpy(sample.kept == sample.response_ids[:, None])
+        logprobs.append(of_kept[own].sum())
+    chances = torch.stack(logprobs).exp()
+    assert chances.sum().item() == pytest.approx(1, abs=1e-5)
+    expected = torch.autograd.grad((chances * rewards).sum(), tiny_model.parameters())
+
+    def ascended() -> torch.Tensor:
+        policy = utils.TokenLogprobs(tiny_model, 1.0, 5)
+        weights = batching.per_token((chances.detach() * rewards).tolist(), batching.token_offsets(samples))
+        loss = 0.0
+        place = {"layout": layout, "budget": budget, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+        for mb in batching.micro_batches(samples, list(range(len(samples))), **place):
+            got, entropy, full_kl = policy(mb, policy)
+            given = {"logprobs_T": got, "old_T": got.detach(), "sampler_T": got.detach()}
+            token, _ = token_loss(module, 0.0, module.Args(), advantages_T=torch.ones_like(got), **given)
+            loss = loss + (token * weights[mb.tokens]).sum()
+            if samples[0].kept is not None:
+                assert (entropy <= 1.3863).all() and full_kl.abs().max() < 1e-5  # log 4
+        found = torch.autograd.grad(-loss, tiny_model.parameters())
+        return torch.cat([part.flatten() for part in found])
+
+    truth = torch.cat([part.flatten() for part in expected])
+    assert ((ascended() - truth).norm() / truth.norm()).item() < 1e-4
+    for sample in samples:
+        sample.kept = None
+    assert ((ascended() - truth).norm() / truth.norm()).item() > 0.1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("flags", [{"num_mini_batches": 2}, {"async_steps": 1, "total_steps": 3}], ids=str)
+def test_a_truncated_policy_has_the_log_probs_of_its_engine(modules, tiny, tmp_path, flags):
+    """Also of stale samples and with a KL over the kept ids; the full softmax would differ by the mass cut off."""
+    kl = {"beta": 0.1, "kl_estimator": "full", "top_k": 5, "top_p": 0.9, "rollout": "vllm"}
+    memory = {"vllm_args": '{"kv_cache_memory_bytes": 33554432}', "learning_rate": 1e-3}
+    metrics = run_here(tiny_args(tiny, tmp_path, "variant_truncated", **kl, **memory, **flags), "variant_truncated")
+    assert all(0 < m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
+    assert all(m["policy/entropy"] < 1.61 for m in metrics), "log 5"
+
+
 def test_gdpo_normalizes_each_reward(modules):
     """Two mixtures with equal sums differ; the scale of a reward does not count; the batch has std 1."""
     rewards = torch.tensor([[[1.0, 0, 0, 0], [1, 1, 0, 0]], [[0.0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.float64)
@@ -303,6 +370,10 @@ REFUSED = [
     ("lora", {"rollout": "hf"}, ADAPTERS),
     ("lora", {"zero_stage": 3}, ADAPTERS),
     ("lora", {"ref_policy_update": (1, 1.0), "beta": 0.1}, ADAPTERS),
+    ("truncated", {"rollout": "hf"}, "drop --rollout hf"),
+    ("truncated", {"environment": "game.py:Game"}, "drop --rollout hf, --environment"),
+    ("truncated", {"top_k": 0}, "--top_k 0 must be at least 1"),
+    ("truncated", {"top_p": 1.5}, "--top_p 1.5 in (0, 1]"),
 ]
 
 
@@ -313,6 +384,7 @@ def test_a_variant_refuses_what_is_not_its_loss(modules, name, change, words, ti
         "maxrl": {"verifier": None},
         "distill": {"teacher_name_or_path": str(tiny)},
         "lora": {"rollout": "vllm"},
+        "truncated": {"rollout": "vllm"},
     }
     args = tiny_args(tiny, tmp_path, f"variant_{name}", **given.get(name, {}))
     modules[name].check_args(args)
