@@ -231,10 +231,6 @@ def always(response, truth, row):
     return Reward(1.0)
 
 
-def never(response, truth, row):
-    return Reward(0.0)
-
-
 def well_formed(response):
     return float(sum(response.encode()) % 3 == 0)
 
