@@ -795,8 +795,6 @@ def select(
     """Return the samples to train on, and metrics. Keeps the best samples of each prompt (--generation_size). Replaces
     zero-variance groups and their ``batch.problems`` by those of new prompts (--dynamic_sampling_rounds).
     """
-    if args.check_verifier_status and prompt_order.nothing_scored(batch.samples):
-        raise RuntimeError("--check_verifier_status: all scores of this step are equal, and none is above 0")
     group = args.num_samples_per_prompt_rollout
     source = queue.source
     source.record(batch.chosen, batch.samples)

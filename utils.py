@@ -378,7 +378,7 @@ class TokenLogprobs(nn.Module):
             piece = slice(k * self.chunk, (k + 1) * self.chunk)
             inputs = [hidden_UD[piece], batch.targets[piece], entropy_gradient, reference]
             inputs.append(None if reference is None else reference_UD[piece])
-            inputs.append(divergence)
+            inputs += [divergence, None if batch.kept is None else batch.kept[piece]]
             if torch.is_grad_enabled() and chunks > 1:  # keep the logits of one chunk, not of all
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
@@ -389,19 +389,24 @@ class TokenLogprobs(nn.Module):
         logprobs, entropy, full_kl = columns
         return logprobs, entropy, full_kl
 
-    def _logits(self, hidden_UD: torch.Tensor) -> torch.Tensor:
+    def _logits(self, hidden_UD: torch.Tensor, kept_UK: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits [U, V]. Tokens that are not in ``kept_UK``, if there is one, have probability 0."""
         head = self.model.get_output_embeddings()
-        return final_logits(head(hidden_UD), self.model.config)
+        logits_UV = final_logits(head(hidden_UD), self.model.config)
+        if kept_UK is None:
+            return logits_UV
+        never_UV = torch.ones_like(logits_UV, dtype=torch.bool).scatter_(1, kept_UK, False)
+        return logits_UV.masked_fill(never_UV, NEVER)
 
-    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, divergence):
+    def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, divergence, kept_UK):
         """Return log-probs and entropy, [U] each, and the divergence from the reference if there is one."""
-        raw_UV = self._logits(hidden_UD)
+        raw_UV = self._logits(hidden_UD, kept_UK)
         logprobs_U, entropy_U = ChosenLogprobs.apply(raw_UV, targets_U, self.temperature, entropy_gradient)
         if reference is None:
             return logprobs_U, entropy_U
         logits_UV = raw_UV.float() / self.temperature
         with torch.no_grad():
-            reference_UV = reference._logits(reference_UD).float() / self.temperature
+            reference_UV = reference._logits(reference_UD, kept_UK).float() / self.temperature
         return logprobs_U, entropy_U, divergence(logits_UV, reference_UV)
 
 

@@ -68,7 +68,7 @@ TRAINING = (
     *("eval_every", "save_every", "save_minutes", "keep_checkpoints", "resume", "run_name", "overwrite", "dry_run"),
     "temperature",  # that of --eval_sampling counts
     *("track", "log_samples", "gradient_checkpointing", "eval_dataset", "generation_size", "dynamic_sampling_rounds"),
-    *("dataset_filter", "reward_control", "check_verifier_status", "reward_scaling", "reward_bias", "max_reward_clip"),
+    *("dataset_filter", "reward_control", "reward_scaling", "reward_bias", "max_reward_clip"),
     *("non_stop_penalty", "overlong_buffer", "async_steps", "inflight_updates", "max_logprob_diff"),
     *("vllm_engines", "vllm_tensor_parallel_size", "vllm_sleep", "micro_batch_tokens", "batch_layout", "zero_stage"),
     *("offload", "num_unique_prompts_rollout"),

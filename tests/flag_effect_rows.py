@@ -115,7 +115,6 @@ EVIDENCE: dict[str, Row] = {
         *("reward/timeouts", "env/failures"),
         **GAME | SHORT | {"environment": "FILES/game.py:Late", "verifier": "FILES/own.py:late"},
     ),
-    "check_verifier_status": row(True, "exit", "last words", verifier="FILES/own.py:never"),
     "allow_unsafe_code_exec": row(
         True, "exit", "steps", stage="no namespaces", dataset="FILES/code.jsonl", verifier="code"
     ),

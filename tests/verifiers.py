@@ -77,11 +77,6 @@ def dies(response, truth, row):
     os._exit(3)
 
 
-def minus_one(response, truth, row):
-    """A wrong answer on a scale of plus and minus 1."""
-    return -1.0
-
-
 def equal_up_to_rounding(response, truth, row):
     """0.3, as a sum in half of the responses."""
     return 0.1 + 0.2 if len(response) % 2 else 0.3
@@ -234,10 +229,6 @@ def arithmetic(response, truth, row):
 
 def always(response, truth, row):
     return Reward(1.0)
-
-
-def never(response, truth, row):
-    return Reward(0.0)
 
 
 def well_formed(response):

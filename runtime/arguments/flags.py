@@ -167,8 +167,6 @@ class RunFlags:
     call_timeout: float = 10.0
     """End each call of a verifier, tool or environment that takes longer than this many seconds. The score
     of a verifier is then 0, and the model sees an error message in place of the output of a tool or environment."""
-    check_verifier_status: bool = False
-    """Stop with an error if all scores of a step are equal and none is above 0. The name is AReaL's."""
     allow_unsafe_code_exec: bool = False
     """If the kernel has no namespaces for the sandbox, run responses' code unsandboxed, with resource limits only."""
     reward_model_name_or_path: str | None = None

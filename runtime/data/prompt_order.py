@@ -95,12 +95,6 @@ def equal_groups(samples: list[Sample]) -> list[int]:
     return sorted(place for place, values in rewards.items() if equal_rewards(min(values), max(values)))
 
 
-def nothing_scored(samples: list[Sample]) -> bool:
-    """Return True if all scores of a step are equal and none is above 0. Scores of a reward model differ below 0."""
-    scores = [sample.score for sample in samples]
-    return bool(scores) and max(scores) <= 0 and bool(equal_rewards(min(scores), max(scores)))
-
-
 def replace_groups(batch: list[Problem], samples: list[Sample], more: list[Problem], new: list[Sample]) -> None:
     """Replace groups of equal reward by new groups whose rewards differ, as many as there are; in place.
 

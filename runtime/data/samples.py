@@ -40,6 +40,7 @@ class Sample:
     sampler_logprobs: np.ndarray  # [T] float32; natural log, at the sampling temperature; a list becomes one
     finish_reason: str  # "stop": it ended by itself; "length": truncated at max_response_length
     weight_versions: list[tuple[int, int]]  # (version, first of the T) of each run of tokens sampled by one version
+    kept: np.ndarray | None = None  # [T, K] int32: the ids that each token could have been, if sampling was truncated
     observed: list[tuple[int, int]] = field(default_factory=list)  # spans of response_ids that an environment wrote
     turns: list[dict[str, Any]] = field(default_factory=list)  # for people: who said what
     outcome: dict[str, Any] | None = None  # the environment's reward: fields of a rewards.Reward
@@ -56,6 +57,7 @@ class Sample:
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)
         self.sampler_logprobs = np.asarray(self.sampler_logprobs, dtype=np.float32)
+        self.kept = self.kept if self.kept is None else np.asarray(self.kept, dtype=np.int32)
 
     @property
     def length(self) -> int:

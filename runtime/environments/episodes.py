@@ -204,7 +204,8 @@ class Episode(turns.Episode):
 
     def found(self) -> tuple:
         """Return what the run gets: the fields of a Sample, from its ids on."""
-        return super().found() if self.row is None else (*super().found(), self.observed, self.turns, self.outcome)
+        found = super().found()
+        return found if self.row is None else (*found, None, self.observed, self.turns, self.outcome)
 
 
 class Episodes(turns.Episodes):

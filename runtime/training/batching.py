@@ -42,6 +42,7 @@ class MicroBatch:
     longest: int  # tokens of the longest sample
     most_predictions: int  # largest U of all ranks at this position of the plan
     is_last: bool = True  # of the plan
+    kept: torch.Tensor | None = None  # [U, K] the ids that each token could have been, if sampling was truncated
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy the batch to another device: to a GPU from page-locked memory, or Python would wait for the GPU."""
@@ -242,6 +243,7 @@ def micro_batches(
     rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))
     plans = [_cut(dealt, layout, budget, multiple) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
+    kept_NK = [sample.kept for sample in samples if sample.kept is not None]
     idle = [rows[-1]] if rows else []
     count = max(len(plan) for plan in plans)
     for position in range(count):
@@ -250,6 +252,9 @@ def micro_batches(
             rows_by_rank.append(plan[position] if position < len(plan) else idle)
         own = rows_by_rank[rank]
         batch = _tensors(own, offsets, layout, padded_width(own, budget, multiple))
+        if kept_NK:
+            batch.kept = torch.zeros(len(batch.targets), kept_NK[0].shape[1], dtype=torch.int64)
+            batch.kept[batch.copies] = torch.from_numpy(np.concatenate(kept_NK)).long()[batch.tokens]
         batch.most_predictions = max(sum(tree.nodes for row in rows for tree in row) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])

@@ -17,14 +17,6 @@ from runtime.training import deepspeed_zero
 ADAM_EPS = 1e-4  # so that rounding of gradients near 0 is not amplified
 
 
-def names_of_main() -> dict:
-    """Return the local variables of the script's ``main``, of a function that it has called."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_name != "main":
-        frame = frame.f_back
-    return frame.f_locals
-
-
 class Recorder:
     """Keeps what ``main`` computes: samples, weights, and the gradient of every optimizer step."""
 
@@ -52,7 +44,10 @@ class Recorder:
 
     def begin(self, *_) -> None:
         """Phase 6 is complete."""
-        self.main = names = dict(names_of_main())
+        frame = sys._getframe(1)
+        while frame.f_code.co_name != "main":
+            frame = frame.f_back
+        self.main = names = dict(frame.f_locals)
         kl = names["kl"]
         step = {name: names[name] for name in ("samples", "in_loss", "offsets")}
         step |= {"advantages": names["advantages_N"].double(), "coefficients": (kl.loss, kl.reward)}

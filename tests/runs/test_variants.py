@@ -42,10 +42,11 @@ ROWS = {
     "lora": ("PPO clip", {}),
     "sdpo": ("PPO clip", {}),
     "opsd": ("PPO clip", {}),
+    "truncated": ("PPO clip", {}),
     "turn_rewards": ("PPO clip", {}),
 }
 # These need vLLM for a step; their own files have such runs.
-WITH_VLLM = ("lora",)
+WITH_VLLM = ("lora", "truncated")
 STALE = ("cispo", "dppo")  # their headers name --async_steps
 SLOW = pytest.mark.slow
 
@@ -236,6 +237,58 @@ def test_a_shrinkage_baseline_leaves_the_gradient_unbiased_and_has_less_noise(mo
     assert noise["shrinkage"] < noise["dppo"]
 
 
+@pytest.mark.parametrize("layout", utils.LAYOUTS)
+@pytest.mark.parametrize("budget", [20, 1000])
+def test_a_truncated_policy_ascends_its_own_expected_reward(modules, tiny_model, layout, budget):
+    """By enumeration of the 16 responses of two tokens that top-k 4 leaves; the full softmax has another gradient."""
+    prompt = list(range(3, 9))
+    samples = []
+    chances = []
+    first = tiny_model(torch.tensor([prompt])).logits[0, -1].topk(4)
+    for chance, a in zip(first.values.softmax(-1), first.indices.tolist(), strict=True):
+        second = tiny_model(torch.tensor([[*prompt, a]])).logits[0, -1].topk(4)
+        kept = [first.indices.tolist(), second.indices.tolist()]
+        samples += [batching.Sample(0, b, prompt, [a, b], [0, 0], "stop", [(1, 0)], kept) for b in kept[1]]
+        chances.append(chance * second.values.softmax(-1))
+    chances = torch.cat(chances)
+    rewards = torch.rand(len(samples), generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad((chances * rewards).sum(), tiny_model.parameters())
+
+    def error() -> float:
+        policy = utils.TokenLogprobs(tiny_model, 1.0, 5)
+        weights = batching.per_token((chances.detach() * rewards).tolist(), batching.token_offsets(samples))
+        place = {"layout": layout, "budget": budget, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
+        loss = 0.0
+        for mb in batching.micro_batches(samples, list(range(len(samples))), **place):
+            got, entropy, full_kl = policy(mb, policy)
+            given = {"logprobs_T": got, "old_T": got.detach(), "sampler_T": got.detach()}
+            token, _ = token_loss(modules["truncated"], 0.0, grpo.Args(), advantages_T=torch.ones_like(got), **given)
+            loss = loss + (token * weights[mb.tokens]).sum()
+            if mb.kept is not None:
+                assert entropy.max() <= 1.3863 and full_kl.abs().max() < 1e-5, "log 4, and the KL to itself"
+        found = torch.autograd.grad(-loss, tiny_model.parameters())
+        off, size = (
+            sum(part.square().sum() for part in parts) for parts in (map(torch.sub, found, expected), expected)
+        )
+        return (off / size).sqrt().item()
+
+    assert error() < 1e-4
+    for sample in samples:
+        sample.kept = None
+    assert error() > 0.1
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("flags", [{"num_mini_batches": 2}, {"async_steps": 1, "total_steps": 3}], ids=str)
+def test_a_truncated_policy_has_the_log_probs_of_its_engine(modules, tiny, tmp_path, flags):
+    """Also of stale samples and with a KL over the kept ids; the full softmax would differ by the mass cut off."""
+    kl = {"beta": 0.1, "kl_estimator": "full", "top_k": 5, "top_p": 0.9, "rollout": "vllm"}
+    memory = {"vllm_args": '{"kv_cache_memory_bytes": 33554432}', "learning_rate": 1e-3}
+    metrics = run_here(tiny_args(tiny, tmp_path, "variant_truncated", **kl, **memory, **flags), "variant_truncated")
+    assert all(0 < m["sampler/logprob_diff_max"] < 1e-4 for m in metrics)
+    assert all(m["policy/entropy"] < 1.61 for m in metrics), "log 5"
+
+
 def test_gdpo_normalizes_each_reward(modules):
     """Two mixtures with equal sums differ; the scale of a reward does not count; the batch has std 1."""
     rewards = torch.tensor([[[1.0, 0, 0, 0], [1, 1, 0, 0]], [[0.0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.float64)
@@ -302,6 +355,10 @@ REFUSED = [
     ("lora", {"rollout": "hf"}, ADAPTERS),
     ("lora", {"zero_stage": 3}, ADAPTERS),
     ("lora", {"ref_policy_update": (1, 1.0), "beta": 0.1}, ADAPTERS),
+    ("truncated", {"rollout": "hf"}, "drop --rollout hf"),
+    ("truncated", {"environment": "game.py:Game"}, "drop --rollout hf, --environment"),
+    ("truncated", {"top_k": 0}, "--top_k 0 must be at least 1"),
+    ("truncated", {"top_p": 1.5}, "--top_p 1.5 in (0, 1]"),
 ]
 
 
@@ -312,6 +369,7 @@ def test_a_variant_refuses_what_is_not_its_loss(modules, name, change, words, ti
         "maxrl": {"verifier": None},
         "distill": {"teacher_name_or_path": str(tiny)},
         "lora": {"rollout": "vllm"},
+        "truncated": {"rollout": "vllm"},
     }
     args = tiny_args(tiny, tmp_path, f"variant_{name}", **given.get(name, {}))
     modules[name].check_args(args)

@@ -23,15 +23,10 @@ def small(tiny, out, **changes) -> benchmark.Args:
     return benchmark.Args(**values | changes)
 
 
-@pytest.fixture
-def quick_rates(monkeypatch):
-    """Smaller matrices and copies; the rates are measured all the same."""
+def test_a_step_is_timed_next_to_its_floors(tiny, tmp_path, monkeypatch):
+    """Both layouts, the optimizer and the floors are measured and written."""
     monkeypatch.setattr(benchmark, "PRODUCT_SIZE", {"cpu": 128, "cuda": 128})
     monkeypatch.setattr(benchmark, "COPY_BYTES", 10**6)
-
-
-def test_a_step_is_timed_next_to_its_floors(tiny, tmp_path, quick_rates):
-    """Both layouts, the optimizer and the floors are measured and written."""
     benchmark.main(small(tiny, tmp_path))
     numbers = json.loads((tmp_path / "numbers.json").read_text())
     seconds = numbers["seconds"]
@@ -62,7 +57,6 @@ def test_flops_of_a_forward_pass_are_those_that_torch_counts(tiny_model):
     [
         ({"repeats": 0}, "--repeats 0"),
         ({"json": "nowhere/numbers.json"}, "--json nowhere/numbers.json"),
-        ({"num_samples_per_prompt_rollout": 1}, "--num_samples_per_prompt_rollout 1"),
         ({"micro_batch_tokens": 10}, "--micro_batch_tokens 10"),
     ],
 )

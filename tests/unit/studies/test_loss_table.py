@@ -12,7 +12,7 @@ import enumeration
 import loss_table
 import pytest
 import torch
-from helpers import ROOT, main_here
+from helpers import ROOT
 
 torch.set_num_threads(1)
 
@@ -199,15 +199,3 @@ def test_the_page_shows_the_numbers_of_the_script(rows):
         numbers = [f"{row.size:.2f} {row.cosine:+.2f} {row.noise:.2f}" for row in found]
         ascends = found[0].ascends.replace("|", "\\|")
         assert cells[name][1:] == [*numbers, ascends], name
-
-
-@pytest.mark.integration
-def test_the_script_prints_every_row(rows, monkeypatch):
-    monkeypatch.setattr(loss_table, "table", lambda: rows)
-    code, printed, _ = main_here(loss_table)
-    lines = printed.splitlines()
-    assert code == 0
-    for name in loss_table.LOSSES:
-        assert sum(line.startswith(f"{name:19}") for line in lines) == len(enumeration.CONDITIONS), name
-    for name in loss_table.RECIPES:
-        assert sum(line.startswith(f"{name:19}") for line in lines) == len(loss_table.RECIPE_CONDITIONS), name

@@ -203,7 +203,6 @@ def test_no_phase_counts_tokens_in_python(layout):
         samples = utils.gather_samples(samples)
         offsets = batching.token_offsets(samples)
         batching.flat([s.sampler_logprobs for s in samples], CPU)
-        batching.flat([s.token_versions() == 1 for s in samples], CPU)
         batching.per_token([s.advantage for s in samples], offsets)
         loss_weights(samples, places, Args())
         utils.sample_metrics(samples, torch.rand(1, len(samples), dtype=torch.float64), 1)
