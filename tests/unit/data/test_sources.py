@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import gzip
 import json
 import os
 import re
@@ -437,14 +438,44 @@ def test_rows_that_would_train_on_something_else(tmp_path, capsys, case):
     assert case["says"] in refusal(capsys, Args(dataset=write(tmp_path / "a.jsonl", [case["row"]])))
 
 
-SHAPES = {"a.json": '{"train": [%s]}', "b.jsonl": "\ufeff%s\n", "c.ndjson": "%s\n", "D.JSONL": "%s\n"}
+ROW = json.dumps({"question": "1 + 1", "answer": "2"})
+SHAPES = {"a.json": f'{{"train": [{ROW}]}}', "b.jsonl": f"\ufeff{ROW}\n", "c.ndjson": ROW, "D.JSONL": ROW}
+SHAPES |= {"e.json": f'{{"version": [1], "data": [{ROW}]}}', "f.tsv": "question\tanswer\n1 + 1\t2\n"}
+SHAPES |= {"g.jsonl.gz": f"{ROW}\n", "h.JSON.GZ": f"[{ROW}]", "i.csv.gz": "question,answer\n1 + 1,2\n"}
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_of_files_that_others_write(tmp_path, name):
-    (tmp_path / name).write_text(SHAPES[name] % json.dumps({"question": "1 + 1", "answer": "2"}))
+    content = SHAPES[name].encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
     (problem,) = everything(Args(dataset=str(tmp_path / name), eval_prompts=0))
-    assert problem.truth == "2"
+    assert problem.truth == "2" and problem.row == {"question": "1 + 1", "answer": "2"}
+
+
+@pytest.mark.parametrize("damage", [slice(60), slice(30, None)])
+def test_a_damaged_or_broken_compressed_file(tmp_path, capsys, damage):
+    whole = gzip.compress("".join(json.dumps(row) + "\n" for row in rows(99)).encode() + b"{\n")
+    (tmp_path / "a.jsonl.gz").write_bytes(whole)
+    assert "a.jsonl.gz: not valid jsonl: line 100: " in refusal(capsys, Args(dataset=f"{tmp_path}/a.jsonl.gz"))
+    for suffix in ("jsonl", "json", "csv"):
+        (tmp_path / f"b.{suffix}.gz").write_bytes(whole[:20] + whole[20:][damage])
+        assert f"b.{suffix}.gz: " in refusal(capsys, Args(dataset=f"{tmp_path}/b.{suffix}.gz"))
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_decimals_of_any_length_and_keys_that_are_there_twice(tmp_path, capsys, monkeypatch, large):
+    """What a float holds stays a number; what it does not hold stays the text that the file has."""
+    monkeypatch.setattr(problem_set, "LARGE", 1 if large else 1000)
+    texts = ["3.14159265358979323846", "12345678901234567890.5", "0.1", "1e999"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"question": "{text}", "answer": {text}}}\n' for text in texts))
+    (tmp_path / "b.json").write_text('[{"question": "list", "answer": [3.14159265358979323846, 2]}]')
+    found = everything(Args(dataset=f"{tmp_path}/a.jsonl,{tmp_path}/b.json", verifier="exact"))
+    assert [p.truth for p in found] == [*texts, '["3.14159265358979323846", "2"]']
+    assert found[2].row["answer"] == 0.1
+    for name in ("c.jsonl", "c.json"):
+        (tmp_path / name).write_text('{"question": "1", "answer": "1", "answer": "2"}\n')
+        assert f"{name}: not valid" in (said := refusal(capsys, Args(dataset=f"{tmp_path}/{name}")))
+        assert "'answer' is there twice" in said
 
 
 def test_slices_and_splits_of_a_saved_folder(tmp_path, capsys):

@@ -1,5 +1,8 @@
 """Objects by name: of the project's own modules, and of users' files."""
 
+import sys
+import types
+
 import pytest
 
 from runtime.system import user_files
@@ -17,3 +20,17 @@ def test_find_returns_an_object_of_the_project_or_of_a_users_file(tmp_path):
         user_files.find("runtime.system.user_files:lost")
     with pytest.raises(ModuleNotFoundError, match=r"runtime\.system\.nothing"):
         user_files.find("runtime.system.nothing:find")
+
+
+def test_a_module_that_imports_what_is_absent_when_it_is_asked(tmp_path, monkeypatch):
+    """As transformers' aliases of image processors do: a file that imports the library loads without torchvision."""
+
+    def asked(name: str):
+        raise ModuleNotFoundError("No module named 'torchvision'")
+
+    (tmp_path / "lazy.py").write_text("import sys\n\nsys.modules['alias'] = sys.modules['waiting']\nscore = 1\n")
+    waiting = types.ModuleType("waiting")
+    waiting.__getattr__ = asked
+    monkeypatch.setitem(sys.modules, "waiting", waiting)
+    monkeypatch.delitem(sys.modules, "alias", raising=False)
+    assert user_files.find(f"{tmp_path}/lazy.py:score") == 1
