@@ -33,7 +33,7 @@ def text_of(path: str) -> str:
 
 def file_of(module: ModuleType) -> str:
     """Return the file of a module, the folder of a package without ``__init__.py``, or "" for one of C."""
-    known = vars(module)  # to ask some of transformers' modules for an attribute imports what may be absent
+    known = getattr(module, "__dict__", {})  # to ask an alias of transformers for a file imports what may be absent
     return known.get("__file__") or next(iter(known.get("__path__", ())), "")
 
 

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import datetime
 import gzip
+import itertools
 import json
 import os
 import re
@@ -452,14 +453,13 @@ def test_shapes_of_files_that_others_write(tmp_path, name):
     assert problem.truth == "2" and problem.row == {"question": "1 + 1", "answer": "2"}
 
 
-@pytest.mark.parametrize("damage", [slice(60), slice(30, None)])
-def test_a_damaged_or_broken_compressed_file(tmp_path, capsys, damage):
+def test_a_damaged_or_broken_compressed_file(tmp_path, capsys):
     whole = gzip.compress("".join(json.dumps(row) + "\n" for row in rows(99)).encode() + b"{\n")
+    for suffix, damaged in itertools.product(("jsonl", "json", "csv"), (whole[:80], whole[:20] + whole[50:])):
+        (tmp_path / f"b.{suffix}.gz").write_bytes(damaged)
+        assert f"b.{suffix}.gz: " in refusal(capsys, Args(dataset=f"{tmp_path}/b.{suffix}.gz"))
     (tmp_path / "a.jsonl.gz").write_bytes(whole)
     assert "a.jsonl.gz: not valid jsonl: line 100: " in refusal(capsys, Args(dataset=f"{tmp_path}/a.jsonl.gz"))
-    for suffix in ("jsonl", "json", "csv"):
-        (tmp_path / f"b.{suffix}.gz").write_bytes(whole[:20] + whole[20:][damage])
-        assert f"b.{suffix}.gz: " in refusal(capsys, Args(dataset=f"{tmp_path}/b.{suffix}.gz"))
 
 
 @pytest.mark.parametrize("large", [False, True])
