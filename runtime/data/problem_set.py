@@ -460,6 +460,9 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         checked = [check_row(row, columns, check) for row in rows]
     report_bad_rows([(index, wrong) for index, (_, wrong) in enumerate(checked) if wrong], len(checked), source, args)
     problems = [problem for found, _ in checked for problem in found]
+    several = sum(problem.verifier == "math" and problem.truth.count("\\boxed") > 1 for problem in problems)
+    if several:
+        print_on_rank_0(f"warning: {FLAG.get()} {source}: {several} truths have several boxes; the last one counts")
     name = source_name(source)
     distinct: dict[str, Problem] = {}
     contradicting = set()
