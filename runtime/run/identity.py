@@ -79,12 +79,7 @@ def facts(args, data: str) -> dict[str, dict[str, Any]]:
     digests = {"--dataset": data}
     for flag, model in models_of(args).items():
         digests[flag] = files_digest(model)
-    return {
-        "flag": own,
-        "file": code_of(args),
-        "package": versions(),
-        "digest of": digests,
-    }
+    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
 
 
 def inputs_of(args, known: dict[str, Any]) -> dict[str, Any]:
