@@ -190,7 +190,7 @@ def tidy(text: str) -> str:
         numerator = int(whole + fixed + again) - int((whole + fixed) or 0)
         text = f"{sign}\\frac{{{numerator}}}{{{(10 ** len(again) - 1) * 10 ** len(fixed)}}}"
     if "matrix" in text:
-        text = re.sub(r"\\\\\s*\[[^\]]{1,8}\]", r"\\\\ ", text)
+        text = re.sub(r"\\cr(?![A-Za-z])|\\\\\s*\[[^\]]{1,8}\]", r"\\\\ ", text)
         text = re.sub(r"\\\\(?=[A-Za-z\\])", r"\\\\ ", text)  # else a row's first letter is taken for a command
     scientific = re.fullmatch(r"(-?[0-9.]+)(?:[eE]|\s*[xX*]\s*10\s*\^)\s*\{?([+-]?[0-9]+)\}?(.*)", text)
     if scientific:

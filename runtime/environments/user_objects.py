@@ -46,7 +46,7 @@ def load(path: str, name: str, text: str) -> None:
         module = user_files.load(path)
         if not hasattr(module, name):
             classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
-            loaded.error = f"it has no class {name}; it has: {', '.join(classes) or 'none'}"
+            loaded.error = f"it has no class {name} at its top level; it has: {', '.join(classes) or 'none'}"
         loaded.cls = getattr(module, name, None)
     except BaseException as error:  # whatever the user's file raises
         loaded.error = f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-2)}"

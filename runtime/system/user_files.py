@@ -33,7 +33,8 @@ def text_of(path: str) -> str:
 
 def file_of(module: ModuleType) -> str:
     """Return the file of a module, the folder of a package without ``__init__.py``, or "" for one of C."""
-    return getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    known = getattr(module, "__dict__", {})  # to ask an alias of transformers for a file imports what may be absent
+    return known.get("__file__") or next(iter(known.get("__path__", ())), "")
 
 
 def is_users(name: str, module: ModuleType) -> bool:

@@ -273,12 +273,7 @@ def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     return dealt
 
 
-def _cut(
-    rows: list[Row],
-    layout: str,
-    budget: int,
-    multiple: int,
-) -> list[MicroRows]:
+def _cut(rows: list[Row], layout: str, budget: int, multiple: int) -> list[MicroRows]:
     """Cut one rank's rows, which come longest first, into micro-batches: the first row of each sets its width."""
     cut = []
     for row in rows:
@@ -301,12 +296,7 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(
-    rows: MicroRows,
-    offsets: list[int],
-    layout: str,
-    width: int,
-) -> MicroBatch:
+def _tensors(rows: MicroRows, offsets: list[int], layout: str, width: int) -> MicroBatch:
     """Build ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)

@@ -322,7 +322,7 @@ def test_every_turn_has_a_seed_of_its_own(player):
     [
         ({"environment": f"{FILE}:NoReset"}, "a method reset"),
         ({"environment": f"{FILE}:NoHints"}, "place"),
-        ({"environment": f"{FILE}:Missing"}, "it has no class Missing; it has: Guess, "),
+        ({"environment": f"{FILE}:Missing"}, "it has no class Missing at its top level; it has: Guess, "),
         ({"environment": f"{FILE}:Generator"}, "its method look is a generator"),
         ({"environment": f"{FILE}:NeverAtOnce"}, "at_once is 0"),
         ({"environment": f"{FILE}:Tools", "verifier": "environment"}, "has no method get_reward"),
