@@ -378,7 +378,8 @@ class TokenLogprobs(nn.Module):
             piece = slice(k * self.chunk, (k + 1) * self.chunk)
             inputs = [hidden_UD[piece], batch.targets[piece], entropy_gradient, reference]
             inputs.append(None if reference is None else reference_UD[piece])
-            inputs += [divergence, None if batch.kept is None else batch.kept[piece]]
+            inputs.append(divergence)
+            inputs.append(None if batch.kept is None else batch.kept[piece])
             if torch.is_grad_enabled() and chunks > 1:  # keep the logits of one chunk, not of all
                 parts.append(checkpoint(self._head, *inputs, use_reentrant=False))
             else:
@@ -389,14 +390,13 @@ class TokenLogprobs(nn.Module):
         logprobs, entropy, full_kl = columns
         return logprobs, entropy, full_kl
 
-    def _logits(self, hidden_UD: torch.Tensor, kept_UK: torch.Tensor | None) -> torch.Tensor:
+    def _logits(self, hidden_UD, kept_UK):
         """Return the logits [U, V]. Tokens that are not in ``kept_UK``, if there is one, have probability 0."""
         head = self.model.get_output_embeddings()
         logits_UV = final_logits(head(hidden_UD), self.model.config)
         if kept_UK is None:
             return logits_UV
-        never_UV = torch.ones_like(logits_UV, dtype=torch.bool).scatter_(1, kept_UK, False)
-        return logits_UV.masked_fill(never_UV, NEVER)
+        return logits_UV + torch.full_like(logits_UV, NEVER).scatter_(1, kept_UK, 0)
 
     def _head(self, hidden_UD, targets_U, entropy_gradient, reference, reference_UD, divergence, kept_UK):
         """Return log-probs and entropy, [U] each, and the divergence from the reference if there is one."""
@@ -503,7 +503,7 @@ def layout_error(policy: TokenLogprobs, layout: str, eos: int, longest: int) -> 
     return (got - plain).abs().mean().item(), ""
 
 
-def _plain_logprobs(policy: TokenLogprobs, sample: Sample) -> torch.Tensor:
+def _plain_logprobs(policy, sample):
     """Return the log-probs of a response, [T], from one plain forward pass of the model."""
     model, count = policy.model, len(sample.response_ids)
     ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], device=next(model.parameters()).device)

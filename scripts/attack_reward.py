@@ -1,16 +1,16 @@
 """Before a run: find out what a reward pays for answers that know nothing.
 
     python scripts/attack_reward.py mine.py:reward --dataset problems.jsonl
-    python scripts/attack_reward.py math --dataset math.jsonl --minutes 0            the fixed answers alone
-    python scripts/attack_reward.py math,format --reward_weights format=0.1 --dataset math.jsonl
+    python scripts/attack_reward.py mine.py:reward --form 'Total: {answer}' --dataset problems.jsonl    its own form
 
 The reward is what --verifier takes. It scores the answers of attack_reward.tsv on 16 problems: copies of the question,
 its numbers, guesses, hedges, other problems' ground truths, tags, length, the format alone, and programs that avoid
 their tests. If it pays for none of them, a policy of 0.7M parameters (`make testbed`) is trained against it for
 --minutes, with the ground truths of other problems. Other flags are those of grpo.py.
 
-An answer gains what it earns above a sentence that says nothing. A ground truth gains what it earns in the form for
-which the reward pays most. A problem whose ground truth an answer states by chance does not count for this answer.
+An answer gains what it earns above a sentence that says nothing. A ground truth gains what it earns in the form, of
+attack_reward.tsv or --form, for which the reward pays most. A problem whose ground truth an answer states by chance
+does not count for this answer.
 
 The exit code is 1 if an answer that knows nothing gains more than a twentieth of what the ground truth gains, 2 for
 wrong arguments, and else 0, which means that nothing was found here.
@@ -204,6 +204,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, flags.RunFlags, list[st
         allow_abbrev=False,
     )
     parser.add_argument("reward", help="what --verifier takes: math, or mine.py:reward")
+    parser.add_argument("--form", default="", help="another form of an answer, such as 'Total: {answer}'")
     parser.add_argument("--minutes", type=float, default=3.0, help="train the policy for this long (3); 0: do not")
     own, rest = parser.parse_known_args(words)
     args = flags.parse(script_loader.load_arguments(PROJECT / "grpo.py").Args, None, [*rest, "--verifier", own.reward])
@@ -219,6 +220,7 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, flags.RunFlags, list[st
 def main(words: list[str]) -> int:
     begun = time.monotonic()
     own, args, rest = parse(words)
+    FORMS["that of --form"] = own.form if "{answer}" in own.form else f"{own.form} {{answer}}"
     problems = list(problem_set.mixed_problems(args, truth_error).values())
     problem_set.check_sandbox(problems, args)
     truths = Counter(problem.truth for problem in problems)
@@ -226,8 +228,7 @@ def main(words: list[str]) -> int:
     drawn = random.Random(args.seed).sample(problems, min(ROWS, len(problems)))
     weights = parse_weights(args.reward_weights)
     names = {problem.verifier for problem in problems}
-    cores = len(os.sched_getaffinity(0))
-    pool = RewardPool(cores, args.call_timeout, names, weights, args.allow_unsafe_code_exec)
+    pool = RewardPool(len(os.sched_getaffinity(0)), args.call_timeout, names, weights, args.allow_unsafe_code_exec)
     if wrong := pool.check(drawn):
         refuse(f"--verifier: {wrong}")
     silent = [(problem, {"nothing": "", "a sentence": SENTENCE}) for problem in drawn]

@@ -9,7 +9,7 @@
 
 Without --run, or with other data than the run's, the problems are the first --eval_prompts of --dataset (0: all of
 them). The flags below are those of a run that affect an evaluation; with --run the script's own flags are added. Flags
-of training are accepted with a warning, so that the flags of a training command can be pasted. Five more flags:
+of training get a warning; leave out those of an algorithm, such as --total_steps. Five more flags:
 
     --run FOLDER            use the script, arguments, model and held-out problems of this run; flags given here
                             override its own. The script's own vllm_thread and collect generate the responses, so a copy

@@ -28,7 +28,7 @@ What it changes, and why, in a sentence or two.
 
 Source   a paper, or where the idea is from.
 Use it   with which flags, and for what.
-Measured not yet."""
+Measured no learning curve yet."""
 
 
 def fail(message: str) -> NoReturn:

@@ -262,7 +262,7 @@ def print_layout(root: Path = ROOT) -> list[str]:
     for name, number in totals(root).items():
         print(f"{name:38s} {number:9d} {TOTALS[name]:7d}")
         if number > TOTALS[name]:
-            errors.append(f"{name}: {number}, the limit is {TOTALS[name]}; take room first")
+            errors.append(f"{name}: {number}, the limit is {TOTALS[name]}; first delete as much from any of its files")
     for line in errors:
         print(f"OVER: {line}")
     return errors

@@ -204,10 +204,10 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
             return [{"role": "user", "content": COUNTDOWN.format(target=row["target"], nums=listed)}]
     if isinstance(prompt, str) and (chat := _json_list(prompt)) and all(map(_is_message, chat)):
         prompt = chat
-    if isinstance(prompt, str) and not re.match(r"\[\{'(?:role|content)': ['\"]", prompt):
+    if isinstance(prompt, str):
         starter = row.get("starter_code")  # of contests: it names the function
         return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter and starter not in prompt else prompt}]
-    kinds = "a chat as numpy prints it" if isinstance(prompt, str) else type(prompt).__name__
+    kinds = type(prompt).__name__
     if isinstance(prompt, list):
         kinds = "a list of something else"
         messages = [_with_text_parts(message) for message in prompt]
@@ -219,8 +219,8 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
             if any(message["role"] != "system" for message in messages):
                 return messages
             kinds = "only messages of the assistant or the system"
-        elif empty := [m for m in messages if isinstance(m, dict) and not m.get("content") and not _is_message(m)]:
-            kinds = f"a list with a message of the {empty[0].get('role', '(no role)')} without content or tool_calls"
+        elif empty := [m for m in messages if isinstance(m, dict) and "role" in m and m.get("content") is None]:
+            kinds = f"a list with a message of the {empty[0]['role']} without content, and without tool_calls"
     raise ValueError(f"its prompt must be text or chat messages with role and content, but is {kinds}")
 
 
@@ -460,9 +460,6 @@ def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
         checked = [check_row(row, columns, check) for row in rows]
     report_bad_rows([(index, wrong) for index, (_, wrong) in enumerate(checked) if wrong], len(checked), source, args)
     problems = [problem for found, _ in checked for problem in found]
-    several = sum(problem.verifier == "math" and problem.truth.count("\\boxed") > 1 for problem in problems)
-    if several:
-        print_on_rank_0(f"warning: {FLAG.get()} {source}: {several} truths have several boxes; the last one counts")
     name = source_name(source)
     distinct: dict[str, Problem] = {}
     contradicting = set()

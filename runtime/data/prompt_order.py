@@ -23,7 +23,12 @@ def _epoch_order(number: int, problems: int, seed: int) -> list[int]:
     return order
 
 
-def prompts_at(position: int, count: int, num_problems: int, seed: int) -> list[int]:
+def prompts_at(
+    position: int,
+    count: int,
+    num_problems: int,
+    seed: int,
+) -> list[int]:
     """Return the indices of ``count`` problems from number ``position`` of the run on: a pure function of a counter.
 
     Every epoch has a permutation of its own, seeded by ``seed`` and its number; a step may span two epochs.

@@ -126,7 +126,12 @@ def quoted(text: str, special: Iterable[str], before: str = "") -> str:
     The first character of each of them is replaced by its code. ``before``: the end of what the text is appended to.
     """
     every = "|".join(map(re.escape, [*special, "\ufdd0"]))
-    found = re.sub(rf"(?=({every}))(.)", lambda match: f"\ufdd0{ord(match[2]):x}\ufdd1", text, flags=re.DOTALL)
+    found = re.sub(
+        rf"(?=({every}))(.)",
+        lambda match: f"\ufdd0{ord(match[2]):x}\ufdd1",
+        text,
+        flags=re.DOTALL,
+    )
     longest = max(map(len, special), default=0)
     joined = before[-longest:] + text[:longest]
     border = len(joined) - len(text[:longest])

@@ -11,24 +11,21 @@ from __future__ import annotations
 import csv
 import gc
 import glob
-import gzip
 import hashlib
 import itertools
 import json
 import math
 import os
 import sys
-import zlib
 from collections.abc import Callable
 from contextvars import ContextVar
-from decimal import Decimal
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from runtime.system import user_files
 from runtime.system.process import alone, file_digest, first_line, print_on_rank_0, rank, refuse, unique
 
-READABLE = (".jsonl", ".json", ".parquet", ".csv", ".ndjson", ".tsv")  # all but .parquet also with .gz
+READABLE = (".jsonl", ".json", ".parquet", ".csv", ".ndjson")
 AS_JSON = "row as JSON"  # the only column of a data set whose rows are still text
 GYM = "reasoning_gym:"
 CSV_BLOCK = 2**26  # bytes; no cell may be larger
@@ -109,30 +106,9 @@ def read_source(source: str, args) -> list[tuple[Any, list[Path]]]:
     if not files:
         return [(_saved_or_hub(source), [])]
     found = []
-    for suffix, group in itertools.groupby(files, _form):
+    for suffix, group in itertools.groupby(files, lambda path: path.suffix.lower().replace("ndjson", "jsonl")):
         found += _read_files(list(group), suffix)
     return found
-
-
-def _form(path: Path) -> str:
-    """Return the suffix that names the form of a file: in lower case, not .gz, and .jsonl for .ndjson."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix.replace("ndjson", "jsonl")
-
-
-def _open(path: Path, newline: str | None = None) -> TextIO:
-    """Open a file of UTF-8 text for reading, which gzip may have compressed."""
-    compressed = path.suffix.lower() == ".gz"
-    return (gzip.open if compressed else open)(path, "rt", encoding="utf-8-sig", newline=newline)
-
-
-def _decimal(text: str) -> float | str:
-    """Return a decimal of JSON as a float, or as its text where a float would lose digits."""
-    return float(text) if Decimal(repr(float(text))) == Decimal(text) else text
-
-
-def parse_json(text: str) -> Any:
-    """Return the value of JSON text. Raises ValueError, also where an object has a key twice."""
-    return json.loads(text, parse_float=_decimal, object_pairs_hook=unique)
 
 
 def _as_json(rows: list):
@@ -158,22 +134,16 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
         if suffix == ".json":
             rows = []
             for path in paths:
-                with _open(path) as file:
-                    text = file.read()
+                text = path.read_text(encoding="utf-8-sig")
                 lines = "\n{" in text and text.startswith("{")  # JSON lines under this name
-                content = [parse_json(line) for line in text.split("\n") if line.strip()] if lines else parse_json(text)
-                if isinstance(content, dict):
-                    named = [
-                        value for value in content.values() if isinstance(value, list) and dict in map(type, value)
-                    ]
-                    if len(named) != 1:
-                        raise ValueError(f"it is an object ({', '.join(content)[:200]}), not a list of rows")
-                    (content,) = named  # {"train": [...], "version": 1}
+                content = [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
+                if isinstance(content, dict) and len(content) == 1:
+                    (content,) = content.values()  # {"train": [...]}
                 if not isinstance(content, list):
                     raise ValueError(f"it holds {type(content).__name__}, not a list of rows")
                 rows += content
             return [(_as_json(rows), paths)]
-        if suffix in (".csv", ".tsv"):
+        if suffix == ".csv":
             for path in paths:
                 found.append((datasets.Dataset(_csv_table(path)), [path]))
             return found
@@ -193,13 +163,7 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
         return found
     except OSError as error:
         refuse(f"{FLAG.get()} {path}: cannot be read, or not be cached (HF_HOME moves the cache of datasets): {error}")
-    except (
-        ValueError,
-        RecursionError,
-        EOFError,
-        zlib.error,
-        datasets.exceptions.DatasetGenerationError,
-    ) as error:  # pyarrow's: ValueErrors
+    except (ValueError, RecursionError, datasets.exceptions.DatasetGenerationError) as error:  # pyarrow's: ValueErrors
         cause = error.__cause__ or error
         remedy = "; save it as UTF-8" if "utf" in str(cause).lower() else ""
         refuse(f"{FLAG.get()} {path}: not valid {suffix.removeprefix('.')}: {first_line(cause)}{remedy}")
@@ -226,13 +190,12 @@ def _csv_table(path: Path):
     """
     import pyarrow.csv
 
-    delimiter = "\t" if _form(path) == ".tsv" else ","
-    with _open(path, newline="") as file:
-        names = next(csv.reader(file, delimiter=delimiter), [])
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file), [])
     if len(set(names)) < len(names):
         raise ValueError(f"two columns have one name; its columns are {', '.join(names)}")
     blocks = pyarrow.csv.ReadOptions(block_size=CSV_BLOCK)
-    lines = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    lines = pyarrow.csv.ParseOptions(newlines_in_values=True)
     texts = dict.fromkeys(names, pyarrow.string())
     cells = pyarrow.csv.ConvertOptions(column_types=texts, strings_can_be_null=False)
     return pyarrow.csv.read_csv(path, blocks, lines, cells)
@@ -308,7 +271,7 @@ def rows_of(batch: dict[str, list], start: int) -> list:
     for place, text in enumerate(batch[AS_JSON], start):
         if text.strip():
             try:
-                rows.append(parse_json(text.removeprefix("\ufeff")))  # the mark of UTF-8 in a first line
+                rows.append(json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique))  # the mark of UTF-8
             except (ValueError, RecursionError) as error:
                 raise BrokenLine(place, str(error)) from error
     return rows
@@ -323,7 +286,7 @@ def refuse_broken_line(files: list[Path], error: BrokenLine) -> NoReturn:
     """End with exit code 2 for a line that is not JSON, naming the one of ``files`` and the line in it."""
     place, message = error.args
     for path in files:
-        with _open(path) as lines:
+        with open(path, encoding="utf-8") as lines:
             count = sum(1 for _ in lines)
         if place < count:
             hint = " (a file with a list must end in .json)" if message.startswith("Expecting value") else ""

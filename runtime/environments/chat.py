@@ -63,7 +63,12 @@ def _finite(text: str) -> float:
 
 
 # Raw newlines and tabs in strings are accepted, because models write code with them; duplicate keys and NaN are not.
-JSON = json.JSONDecoder(strict=False, object_pairs_hook=unique, parse_constant=_finite, parse_float=_finite)
+JSON = json.JSONDecoder(
+    strict=False,
+    object_pairs_hook=unique,
+    parse_constant=_finite,
+    parse_float=_finite,
+)
 PYTHON = {"True": True, "False": False, "None": None}
 CLOSE = re.compile(r"\s*</tool_call>")
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z|(?=<function=|<tool_call>))", re.S)

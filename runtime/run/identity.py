@@ -14,10 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.arguments.flags import MAY_CHANGE, PRESENTATION, identity_value, is_open
+from runtime.arguments.flags import (
+    MAY_CHANGE,
+    PRESENTATION,
+    identity_value,
+    is_open,
+)
 from runtime.arguments.values import ModelName
 from runtime.system import user_files
-from runtime.system.process import PROJECT, file_digest, versions
+from runtime.system.process import (
+    PROJECT,
+    file_digest,
+    versions,
+)
 from runtime.system.redaction import redact_values
 from runtime.training import derived_defaults
 from runtime.training.model_files import digests_of_files, files_digest
@@ -79,7 +88,12 @@ def facts(args, data: str) -> dict[str, dict[str, Any]]:
     digests = {"--dataset": data}
     for flag, model in models_of(args).items():
         digests[flag] = files_digest(model)
-    return {"flag": own, "file": code_of(args), "package": versions(), "digest of": digests}
+    return {
+        "flag": own,
+        "file": code_of(args),
+        "package": versions(),
+        "digest of": digests,
+    }
 
 
 def inputs_of(args, known: dict[str, Any]) -> dict[str, Any]:

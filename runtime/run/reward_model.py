@@ -92,7 +92,12 @@ class RewardModel:
             raise RuntimeError("the reward model's scores are not finite")
         return [scores[i] for i in range(len(rows))]
 
-    def add(self, found: list, conversations: list[tuple[Messages, str]], weights: dict[str, float | None]) -> list:
+    def add(
+        self,
+        found: list,
+        conversations: list[tuple[Messages, str]],
+        weights: dict[str, float | None],
+    ) -> list:
         """Add this model's score times its weight ``reward_model`` to the verifiers' rewards, unless a gate is shut.
 
         found: the ``rewards.Reward`` of each response, whose ``conversation_of`` stands at the same place.

@@ -490,6 +490,7 @@ def prepare_environment(dtype: str = "auto") -> None:
         "LRU_CACHE_CAPACITY": "64",  # and as many by torch itself, each a quarter of a MiB and seldom used again
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where nvcc is found, vLLM would try and compile kernels at every start
         "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
+        "GOMP_SPINCOUNT": "3000",  # then a waiting thread sleeps; with 300,000 it blocks a core that others need
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -498,8 +499,6 @@ def prepare_environment(dtype: str = "auto") -> None:
     }
     if dtype == "float32":
         defaults["TRITON_F32_DEFAULT"] = "ieee"
-    if "OMP_WAIT_POLICY" not in os.environ:
-        defaults["GOMP_SPINCOUNT"] = "3000"  # then a waiting thread sleeps; with 300,000 it blocks a core others need
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if hub := sys.modules.get("huggingface_hub.utils"):  # imported with datasets, and has read its variable already

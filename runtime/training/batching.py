@@ -6,6 +6,7 @@ tokens of a step.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -243,18 +244,16 @@ def micro_batches(
     rows.sort(key=lambda row: (-row_length(row), min(row[0].members)))
     plans = [_cut(dealt, layout, budget, multiple) for dealt in _deal(rows, world_size)]
     offsets = token_offsets(samples)
-    kept_NK = [sample.kept for sample in samples if sample.kept is not None]
-    idle = [rows[-1]] if rows else []
-    count = max(len(plan) for plan in plans)
-    for position in range(count):
-        rows_by_rank = []
-        for plan in plans:
-            rows_by_rank.append(plan[position] if position < len(plan) else idle)
+    kept = [sample.kept for sample in samples if sample.kept is not None]
+    kept_NK = _index(kept) if kept else None
+    idle = rows[-1:]
+    count = max(map(len, plans))
+    for position, rows_by_rank in enumerate(itertools.zip_longest(*plans, fillvalue=idle)):
         own = rows_by_rank[rank]
         batch = _tensors(own, offsets, layout, padded_width(own, budget, multiple))
-        if kept_NK:
-            batch.kept = torch.zeros(len(batch.targets), kept_NK[0].shape[1], dtype=torch.int64)
-            batch.kept[batch.copies] = torch.from_numpy(np.concatenate(kept_NK)).long()[batch.tokens]
+        if kept:
+            place_U = torch.zeros_like(batch.targets).scatter(0, batch.copies, batch.tokens)
+            batch.kept = kept_NK[place_U]
         batch.most_predictions = max(sum(tree.nodes for row in rows for tree in row) for rows in rows_by_rank)
         if position >= len(plans[rank]):
             batch.tokens.fill_(offsets[-1])
@@ -273,7 +272,12 @@ def _deal(rows: list[Row], world_size: int) -> list[list[Row]]:
     return dealt
 
 
-def _cut(rows: list[Row], layout: str, budget: int, multiple: int) -> list[MicroRows]:
+def _cut(
+    rows: list[Row],
+    layout: str,
+    budget: int,
+    multiple: int,
+) -> list[MicroRows]:
     """Cut one rank's rows, which come longest first, into micro-batches: the first row of each sets its width."""
     cut = []
     for row in rows:
@@ -296,7 +300,12 @@ def row_length(row: Row) -> int:
     return sum(len(tree) for tree in row)
 
 
-def _tensors(rows: MicroRows, offsets: list[int], layout: str, width: int) -> MicroBatch:
+def _tensors(
+    rows: MicroRows,
+    offsets: list[int],
+    layout: str,
+    width: int,
+) -> MicroBatch:
     """Build ids, positions, visibility and index arrays of some rows, padded on the right to ``width``."""
     ids = np.zeros((len(rows), width), dtype=np.int64)
     positions = np.zeros_like(ids)
@@ -342,5 +351,5 @@ def _tensors(rows: MicroRows, offsets: list[int], layout: str, width: int) -> Mi
     )
 
 
-def _index(parts: list[np.ndarray]) -> torch.Tensor:
+def _index(parts):
     return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))

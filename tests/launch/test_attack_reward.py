@@ -45,6 +45,16 @@ def test_a_sound_reward_is_not_accused(reward, tmp_path, capsys):
     assert "there may be other ways" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_form_that_only_this_reward_pays(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def total(response, truth, row):\n    return ('Total:' in response) / 5 + (response == 'Total: ' + truth)"
+    )
+    found = [attacked(f"{file}:total", "numbers", tmp_path, *form) for form in ((), ("--form", "Total:"))]
+    assert found == [0, 1]
+
+
 def test_the_start_names_what_is_missing(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(attack_reward, "MODEL", tmp_path / "none")
     assert "make testbed" in refused(attack_reward.parse, ["math"])

@@ -77,6 +77,7 @@ AILMENTS = (
         "entropy_collapse",
         "a coin for a reward, and entropy is punished",
         {"entropy_coef": -1.0, "learning_rate": 3e-4, "verifier": "rewards_of_ailments.py:noise"},
+        steps=60,
     ),
     Ailment(
         "mismatch_growth",
