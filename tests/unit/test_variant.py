@@ -42,7 +42,7 @@ def test_an_old_variant_keeps_its_header(place, monkeypatch, capsys):
     (place / "mine.py").write_text((place / "grpo.py").read_text().replace("line_7 = 7", "line_7 = 8"))
     call("--remake", str(place / "mine.py"), monkeypatch=monkeypatch)
     patch = place / "variants" / "mine.patch"
-    patch.write_text(patch.read_text().replace("Measured not yet.", "Measured by hand."))
+    patch.write_text(patch.read_text().replace("Measured no learning curve yet.", "Measured by hand."))
     (place / "mine.py").write_text((place / "grpo.py").read_text().replace("line_9 = 9", "line_9 = 8"))
     call("--remake", str(place / "mine.py"), monkeypatch=monkeypatch)
     assert "fill in" not in capsys.readouterr().out.splitlines()[-1]

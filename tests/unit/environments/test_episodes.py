@@ -460,7 +460,7 @@ def test_a_reset_that_is_another_one_later_ends_the_run(player, tiny, tmp_path, 
 
 
 def test_an_outcome_that_ends_the_run_is_raised_where_samples_arrive():
-    message = ("sample", 0, (0, 0), [1], [0.0], "stop", [(0, 0)], [], [], {"fatal": "reset is not reproducible"})
+    message = ("sample", 0, (0, 0), [1], [0.0], "stop", [(0, 0)], None, [], [], {"fatal": "reset is not reproducible"})
     engine = SimpleNamespace(receive=lambda *_: message, batches={0: Batch(0, [Problem([], "", "", {})], [], set())})
     engine.batches[0].unfinished = {(0, 0)}
     with pytest.raises(RuntimeError, match="reset is not reproducible"):
