@@ -278,6 +278,22 @@ def test_a_truncated_policy_ascends_its_own_expected_reward(modules, tiny_model,
     assert error() > 0.1
 
 
+def test_the_full_softmax_is_biased_on_truncated_samples():
+    """The bias on docs/maintainers/variants.md: 20 worlds, the likelier two of three tokens, a centered reward."""
+    biases = []
+    for seed in range(20):
+        world = loss_table.World(max_length=4, seed=seed)
+        logits = world.noise(1.0, torch.Generator().manual_seed(seed)).requires_grad_()
+        kept = world.token_logprobs(logits.masked_fill(logits == logits.amin(1, keepdim=True), -1e4))
+        chances = torch.zeros_like(world.rewards).index_add(0, world.owner, kept).exp()
+        mean = torch.zeros(2).double().index_add(0, world.prompts, chances * world.rewards)
+        weights = (chances * (world.rewards - mean[world.prompts])).detach()[world.owner]
+        (truth,) = torch.autograd.grad((chances * world.rewards).sum(), logits, retain_graph=True)
+        (full,) = torch.autograd.grad(weights @ world.token_logprobs(logits), logits)
+        biases.append((full - truth).norm() / truth.norm())
+    assert sum(biases) / 20 == pytest.approx(0.167, abs=1e-3)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("flags", [{"num_mini_batches": 2}, {"async_steps": 1, "total_steps": 3}], ids=str)
 def test_a_truncated_policy_has_the_log_probs_of_its_engine(modules, tiny, tmp_path, flags):

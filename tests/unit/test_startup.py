@@ -246,8 +246,7 @@ print(time.monotonic() - start)
         for one in several:
             one.stdout.readline()
         for one in several:
-            one.stdin.write("\n")
-            one.stdin.flush()
+            print(file=one.stdin, flush=True)
         return max(float(one.communicate(timeout=120)[0]) for one in several)
 
     awake = seconds(2, {**free, "GOMP_SPINCOUNT": "300000"})
