@@ -47,11 +47,10 @@ def test_a_sound_reward_is_not_accused(reward, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_form_that_only_this_reward_pays(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
+    (tmp_path / "mine.py").write_text(
         "def total(response, truth, row):\n    return ('Total:' in response) / 5 + (response == 'Total: ' + truth)"
     )
-    found = [attacked(f"{file}:total", "numbers", tmp_path, *form) for form in ((), ("--form", "Total:"))]
+    found = [attacked(f"{tmp_path}/mine.py:total", "numbers", tmp_path, *form) for form in ((), ("--form", "Total:"))]
     assert found == [0, 1]
 
 
