@@ -154,7 +154,7 @@ class FixedEngine:
                     ids, reason, spans = make_response(self.probe, list(prompt_ids), place, stop_ids[0])
                     ids = ids[-sampling["max_tokens"] :]
                     logprobs = self.logprobs(model, list(prompt_ids), ids, spans, sampling["temperature"])
-                    outbox.put(("sample", number, key, ids, logprobs, reason, [(version, 0)], spans))
+                    outbox.put(("sample", number, key, ids, logprobs, reason, [(version, 0)], None, spans))
 
     @torch.no_grad()
     def logprobs(self, model, prompt: list[int], ids: list[int], spans: list, temperature: float) -> list[float]:
