@@ -232,7 +232,7 @@ def layout_errors(root: Path = ROOT) -> list[str]:
     files = modules(root)
     known = {name: path for name, path in files.items() if unit(name) in level}
     for name in files.keys() - known.keys() - {"runtime"}:
-        errors.append(f"{name}: is in no package of LEVELS")
+        errors.append(f"{name}: is in no package of LEVELS; add it there, or move an edited copy elsewhere")
     edges = {}
     for name, path in known.items():
         found = imports(path, files)
