@@ -51,7 +51,7 @@ def run_name(args, defaults) -> str:
         value = values[f.name]
         default = identity_value(f.name, getattr(defaults, f.name))
         unnamed = f.name in (*MAY_CHANGE, "exp_name", "reward_control", "seed") or is_open(args, f.name)
-        if not unnamed and value != default:
+        if not unnamed and value not in (default, "environment"):  # the verifier of an --environment
             is_text = f.type in ("str", "str | None") and f.name != "preset"
             (texts if is_text else named).append(f"{f.name}={value}")
     text = "__".join(named)

@@ -259,7 +259,7 @@ def test_an_argument_changes_the_name():
 
 
 def test_the_form_of_a_name():
-    assert directory.run_name(Args(), Args()) == "grpo__seed=1"
+    assert directory.run_name(Args(verifier="environment"), Args()) == "grpo__seed=1", "that of an --environment"
     assert directory.run_name(Args(beta=0.1, seed=3, exp_name="kl"), Args()) == "kl__beta=0.1__seed=3"
     assert directory.run_name(Args(run_name="mine", beta=0.1), Args()) == "mine"
     texts = Args(dataset="tickets.jsonl", prompt_key="ticket_text", temperature=0.7)
