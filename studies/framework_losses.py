@@ -298,7 +298,7 @@ def plain(load: Load, own: Callable | None) -> dict[str, Loss]:
 
 
 class Adapter(NamedTuple):
-    """How a framework's losses and advantage estimators are found and called."""
+    """Finds and calls a framework's losses and advantage estimators."""
 
     losses: Callable[[Load, Callable | None], dict[str, Loss]]
     asked: tuple[str, ...] = ()  # the modules that are imported

@@ -374,7 +374,6 @@ REFUSED = [
     ("truncated", {"rollout": "hf"}, "drop --rollout hf"),
     ("truncated", {"environment": "game.py:Game"}, "drop --rollout hf, --environment"),
     ("truncated", {"top_k": 0}, "--top_k 0 must be at least 1"),
-    ("truncated", {"top_p": 1.5}, "--top_p 1.5 in (0, 1]"),
 ]
 
 

@@ -654,6 +654,7 @@ def test_every_row_without_the_column(tmp_path, capsys):
         ("a.csv", "question,answer,answer\n1,2,3\n", ["two columns have one name", "question, answer, answer"]),
         ("a.parquet", "not parquet", ["not valid parquet"]),
         ("a.jsonl", '{"question": "1", "answer": "1"}\n' + "[" * 100_000, ["not valid jsonl", "line 2", "recursion"]),
+        ("a.jsonl", '{"question": "1", "answer": "1", "answer": "2"}', ["line 1", "'answer' is there twice"]),
         ("a.json", "[" * 100_000, ["not valid json", "recursion"]),
         ("a.txt", "1 + 1", [".jsonl", ".parquet"]),
     ],
