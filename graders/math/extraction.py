@@ -27,7 +27,7 @@ IT_IS = r"\b(?:th(?:is|at|ese|ey)|it|my answer|i)(?: (?:answer|value|result|gues
 IT_IS += r"(?:'s|\u2019s| is| are| was| were| am| seems| must be)(?: \w+ly| just| still)?"
 WRONG = r"(?:wrong|incorrect|false|mistaken|a mistake|not (?:right|correct))\b(?!-| (?:to|that|if|when|for|angle|tri))"
 RETRACTED = re.compile(  # "Wait, that is wrong", "This is incorrect", "This contradicts (1)", "(just kidding, it's 6)"
-    r"(?:^|[.!,\n(])\s*(?:(?:wait|actually|no|sorry|oops|hmm|but)\b[^.\n]{0,40}?)?"
+    r"(?:^|[.!,\n(])\s*+(?:(?:wait|actually|no|sorry|oops|hmm|but)\b[^.\n]{0,40}?)?"
     rf"(?:{IT_IS} {WRONG}|\b(?:this|that|it|which) (?:contradicts|is a contradiction)\b|\bjust kidding\b)",
     re.IGNORECASE,
 )

@@ -153,7 +153,7 @@ def with_cases_apart(answer: str, wanted: str) -> tuple[str, str]:
 
 
 MODULUS = re.compile(
-    r"(?:\s|\\[,;:! ])*+(?:\\pmod\s*\{?\s*([0-9a-z]+)\s*\}?"
+    r"(?:\s|\\[,;:! ])*+(?:\\pmod\s*+\{?\s*+([0-9a-z]+)\s*+\}?"
     r"|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?mod)\s*([0-9a-z]+)\s*\))$"
 )
 

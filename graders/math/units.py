@@ -105,7 +105,7 @@ MONEY = _table(
 SIGN = "|".join(map(re.escape, MONEY))
 MONEY_TAIL = re.compile(rf"(?<=[0-9])(?:\s|\\[,;:! ]|~)*\\?({SIGN})\s*$")
 MONEY_HEAD = re.compile(
-    rf"(-?)\s*(?:{TEXT}\{{\s*)?(?:US\s*)?\\?({SIGN})(?![A-Za-z])\.?\s*\}}?{GAP}(?=[-0-9.]|\\[dt]?frac)"
+    rf"(-?)\s*+(?:{TEXT}\{{\s*+)?(?:US\s*+)?\\?({SIGN})(?![A-Za-z])\.?\s*+\}}?{GAP}(?=[-0-9.]|\\[dt]?frac)"
 )
 
 
