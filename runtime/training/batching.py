@@ -6,6 +6,7 @@ tokens of a step.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -188,27 +189,32 @@ def make_rows(samples: list[Sample], indices: list[int], layout: str, budget: in
     """Split the samples ``indices`` into rows of at most ``budget`` tokens and ``most`` samples each.
 
     shared: samples of one prompt in the order of ``indices``, the prompt once, as many per row as fit. packed: any
-    samples, first fit by decreasing length. padded: one.
+    samples, longest first, each in the row in which it leaves the least room. padded: one.
     """
     if layout == "padded":
         return [[i] for i in indices]
     lengths = {i: sample_length(samples[i]) for i in indices}
     shared = layout == "shared"
     rows = []
-    used = []  # tokens of each row
-    newest = {}  # prompt -> [its newest row]
+    room = []  # tokens that each row has left
+    newest = {}  # shared: prompt -> its newest row
+    free = []  # packed: (room, row) of those that may get more, ascending
     for i in indices if shared else sorted(indices, key=lengths.get, reverse=True):
         prompt = samples[i].prompt_id
         length = len(samples[i].response_ids) if shared else lengths[i]
-        places = newest.get(prompt, []) if shared else range(len(rows))
-        r = next((r for r in places if used[r] + length <= budget and len(rows[r]) < most), None)
-        if r is None:
-            newest[prompt] = [len(rows)]
-            rows.append([i])
-            used.append(lengths[i])
-        else:
-            rows[r].append(i)
-            used[r] += length
+        r = newest.get(prompt)
+        if not shared:
+            place = bisect.bisect_left(free, (length,))
+            r = free.pop(place)[1] if place < len(free) else None
+        if r is None or length > room[r] or (shared and len(rows[r]) == most):
+            r = newest[prompt] = len(rows)
+            rows.append([])
+            room.append(budget)
+            length = lengths[i]
+        rows[r].append(i)
+        room[r] -= length
+        if not shared and len(rows[r]) < most:
+            bisect.insort(free, (room[r], r))
     return rows
 
 
