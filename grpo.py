@@ -596,7 +596,7 @@ def main(args: Args, ready: Ready | None) -> None:
         slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
-        engine_N = batching.per_token([s.engine for s in samples], offsets, device)
+        engine_N = batching.per_token([s.engine for s in samples], offsets, device).short()
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
         # in_loss: samples counted in the loss's normalization. with_gradient: samples that the update runs through the
@@ -619,7 +619,8 @@ def main(args: Args, ready: Ready | None) -> None:
             need_logprobs = list(range(len(samples)))  # controller and group statistics need the KL of every response
         if reference is None and updates == 1:
             need_logprobs = []
-        old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
+        filled = slots if need_logprobs else 1  # zeros that stay take no memory
+        old_N, ref_N, full_kl_N = torch.zeros(3, filled, device=device).expand(3, slots)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with phases("logprobs"), torch.no_grad():
             for mb in batching.micro_batches(samples, need_logprobs, **run.placement):
@@ -639,7 +640,7 @@ def main(args: Args, ready: Ready | None) -> None:
         # 6 advantages: one per response, from its group's rewards. KL in the reward is subtracted here, per token.
         kind = args.advantage_normalization_type
         advantages_PG = group_advantages(rewards_PG, kind, args.advantage_eps)
-        penalty_N = torch.zeros(slots, device=device)
+        penalty_N = torch.zeros(slots if kl.reward > 0 else 1, device=device)
         if kl.reward > 0:
             kl_N = full_kl_N
             if full_in_reward is None:

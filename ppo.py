@@ -900,7 +900,7 @@ def main(args: Args, ready: Ready | None) -> None:
         slots = offsets[-1] + 1  # length of a flat array: N tokens, and one slot for empty micro-batches
         sampler_N = batching.flat([s.sampler_logprobs for s in samples], device)
         fresh_N = batching.flat([s.token_versions() == step for s in samples], device)
-        engine_N = batching.per_token([s.engine for s in samples], offsets, device)
+        engine_N = batching.per_token([s.engine for s in samples], offsets, device).short()
         rewards_PG = torch.tensor([s.reward for s in samples], dtype=torch.float64).view(prompts, group)
 
         # Which samples take part. in_loss: those in the policy's loss. The critic learns from every sample; without
@@ -917,7 +917,8 @@ def main(args: Args, ready: Ready | None) -> None:
         need_logprobs = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             need_logprobs = []
-        old_N, ref_N, full_kl_N = torch.zeros(3, slots, device=device)
+        filled = slots if need_logprobs else 1  # zeros that stay take no memory
+        old_N, ref_N, full_kl_N = torch.zeros(3, filled, device=device).expand(3, slots)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with phases("logprobs"), torch.no_grad():
             for mb in batching.micro_batches(samples, need_logprobs, **run.placement):

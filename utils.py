@@ -601,7 +601,7 @@ class TokenStats:
     def add_sampler_diff(self, seen_T: torch.Tensor, diff_T: torch.Tensor, engine_T: torch.Tensor) -> None:
         """Add |trainer's - sampler's log-prob| of the tokens where ``seen_T`` is True to the engine of each."""
         values = torch.stack([torch.where(seen_T, diff_T, 0.0), seen_T.float()])
-        self.sampler_diff_2E.index_add_(1, engine_T, values)
+        self.sampler_diff_2E.index_add_(1, engine_T.int(), values)
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return (sums, maxima) over all ranks, by name. Every rank must call."""

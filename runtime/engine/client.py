@@ -221,7 +221,8 @@ class Queue:
             problems = [self.source.problems[i] for i in chosen]
             batch = self.engine.ask(problems, requests, self.sampling, chosen)
             batch.step = self.last
-            batch.samples = found and [Sample(**values) for values in found]
+            prompts = [problem.prompt_ids for problem in problems]
+            batch.samples = found and [Sample(**v | {"prompt_ids": prompts[v["prompt_id"]]}) for v in found]
             for sample in batch.samples or []:
                 sample.engine = sample.prompt_id % self.engine.count  # another number of ranks has other engines
             self.batches.append(batch)
@@ -250,4 +251,7 @@ class Queue:
 
     def update_state(self) -> None:
         """Bring ``state`` up to date."""
-        self.state.ahead = [(b.chosen, b.samples and [vars(s) for s in b.samples]) for b in self.batches]
+        self.state.ahead = []
+        for batch in self.batches:
+            samples = batch.samples and [vars(sample) | {"prompt_ids": []} for sample in batch.samples]
+            self.state.ahead.append((batch.chosen, samples))

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +49,7 @@ class Checkpoints:
         policy/ critic/   DeepSpeed's own: the weights, and each rank's part of fp32 master weights and optimizer
         reference.pt      weights of a reference that moves, and their fp32 average
         state.json        all numbers, with the arguments, code, versions and number of ranks
+        arrays.npz        the arrays of state.json, which says where each of them begins
         model/            the policy in Hugging Face format, to use elsewhere; nothing is resumed from it
         manifest.json     size and SHA-256 of all of these, written last
 
@@ -92,7 +96,16 @@ class Checkpoints:
         if start is None:
             seed_generators(self.args, self.rank, 0)
             return 0
-        state = json.loads((start / "state.json").read_text())
+        arrays = np.load(start / "arrays.npz") if (start / "arrays.npz").is_file() else {}  # earlier code had none
+        whole = {name: arrays[name] for name in arrays}
+
+        def with_arrays(found: dict) -> Any:
+            if found.keys() != {"array of", "first", "shape"}:
+                return found
+            last = found["first"] + math.prod(found["shape"])
+            return whole[found["array of"]][found["first"] : last].reshape(found["shape"])
+
+        state = json.loads((start / "state.json").read_text(), object_hook=with_arrays)
         ranks = state["world_size"]
         for name, engine in self.engines.items():
             saved_by = contextlib.nullcontext()
@@ -191,12 +204,20 @@ class Checkpoints:
             return
         for name, module in self.modules.items():
             self._try(torch.save, module.state_dict(), partial / f"{name}.pt")
-        self._try(self._write_state, step, partial / "state.json")
+        self._try(self._write_state, step, partial)
 
-    def _write_state(self, step: int, file: Path) -> None:
+    def _write_state(self, step: int, partial: Path) -> None:
+        arrays: dict[str, list[np.ndarray]] = {}
+        sizes: Counter[str] = Counter()
+
+        def place(array: np.ndarray) -> dict[str, Any]:
+            kind = array.dtype.name
+            arrays.setdefault(kind, []).append(array.ravel())
+            sizes[kind] += array.size
+            return {"array of": kind, "first": sizes[kind] - array.size, "shape": array.shape}
+
         state = {
             "step": step,
-            "score": self.log.scores.get(step),
             "args": identity.recorded(self.args),
             "code": self.log.code,
             "inputs": self.log.inputs,
@@ -204,7 +225,8 @@ class Checkpoints:
             "world_size": self.world_size,
             "parts": {name: vars(thing) for name, thing in self.plain.items()},
         }
-        file.write_text(json.dumps(state, indent=1, default=np.ndarray.tolist) + "\n")
+        (partial / "state.json").write_text(json.dumps(state, default=place) + "\n")
+        np.savez(partial / "arrays.npz", **{kind: np.concatenate(parts) for kind, parts in arrays.items()})
 
     def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Return (size, SHA-256) of every file by name, on all ranks. Each rank reads its share of the files."""
@@ -279,13 +301,9 @@ class Checkpoints:
 
     def _drop_old(self) -> None:
         """Remove all but the newest --keep_checkpoints and the best, and what unfinished saves have left."""
-        saved = [path for _, path in directory.saved_steps(self.log.folder)]
-        scores = {}
-        for path in saved:
-            with contextlib.suppress(OSError, ValueError, KeyError):  # an older one may be damaged: it has no score
-                score = json.loads((path / "state.json").read_text())["score"]
-                if score is not None:
-                    scores[path] = score
+        steps = directory.saved_steps(self.log.folder)
+        saved = [path for _, path in steps]
+        scores = {path: score for step, path in steps if (score := self.log.scores.get(step)) is not None}
         best = max(scores, key=scores.get, default=None)  # the oldest of equal ones
         if self.args.keep_checkpoints > 0:
             for path in saved[: -self.args.keep_checkpoints]:

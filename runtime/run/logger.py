@@ -22,7 +22,7 @@ from runtime.data.samples import Problem, Sample
 from runtime.run import verdict
 from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, inputs_of, recorded, script_of
-from runtime.run.run_files import control_of, read_config
+from runtime.run.run_files import control_of, read_config, records
 from runtime.system import git, library_logs, user_files
 from runtime.system.process import PROJECT, FolderLock, Heap, print_on_rank_0, usable_cores, versions, write_whole
 from runtime.system.redaction import redact, redact_words, secret_values
@@ -227,8 +227,7 @@ class RunLog:
         self.wandb_id = None
         self.goal_reached = False  # an evaluation has reached --stop_at
         self.first = 0  # the step after which the run resumed
-        # Step -> pass@1 of the evaluation after it, or its reward where that is graded.
-        self.scores: dict[int, float | None] = {}
+        self.scores: dict[int, float | None] = {}  # step -> rating of the evaluation after it
         self.step_seconds: list[float] = []  # for the ETA: of each step of this process, with its evaluation
         self.heap = Heap()
         if not is_main:
@@ -249,6 +248,7 @@ class RunLog:
             if args.resume == "auto":  # otherwise steps may follow that wandb has, and it silently drops those
                 self.wandb_id = read_config(folder).get("wandb_id")
         self._drop_later_steps(start is not None)
+        self.scores = {result["step"]: rating(result) for result in records(folder / "eval.jsonl")}
         (folder / verdict.FILE).unlink(missing_ok=True)
         if "wandb" in args.track and self.wandb_id is None:
             self.wandb_id = secrets.token_hex(4)
@@ -312,8 +312,7 @@ class RunLog:
     def evaluation(self, result: dict[str, Any], samples: list[Sample], problems: list[Problem]) -> None:
         """Write one evaluation to eval.jsonl and the console, and its samples to the trackers."""
         self.write("eval.jsonl", result, sample_table("samples/eval", samples, problems))
-        rated_by = "eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1"
-        self.scores[result["step"]] = result.get(rated_by)
+        self.scores[result["step"]] = rating(result)
         print_on_rank_0(eval_line(result))
         self.goal_reached = self.args.reaches_goal(result)
         if self.goal_reached:
@@ -366,6 +365,11 @@ class RunLog:
             self._track(name, tracker.finish)
         if self.is_main:
             self.lock.release()
+
+
+def rating(result: dict[str, Any]) -> float | None:
+    """Return what tells which evaluation is the best: pass@1, or the reward where that is graded."""
+    return result.get("eval/reward_mean" if result.get("eval/graded_frac") else "eval/pass@1")
 
 
 def _writable(value: Any, secrets: dict[str, str]) -> Any:

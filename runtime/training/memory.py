@@ -127,6 +127,17 @@ def activations(args, model: Model, setting: Setting, tokens: int) -> float:
     return tokens * (kept * layers + number * model.hidden * model.layers)
 
 
+def step_arrays(args, setting: Setting) -> float:
+    """Return the bytes of what a step knows of each of its response tokens, of all ranks, besides micro-batches.
+
+    The engine's log-prob, advantage and weight, who sampled it and when; old and reference log-probs and an exact KL
+    where there are any, a penalty for one in the reward, a critic's values and targets.
+    """
+    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    several = args.loads_reference or args.num_epochs * args.num_mini_batches > 1
+    return samples * args.max_response_length * (15 + 16 * several + 8 * setting.critic)
+
+
 def logits(args, model: Model, setting: Setting, tokens: int) -> float:
     """Return the bytes of the logits of so many tokens and their gradient, or of an exact KL, which has nine arrays."""
     count = tokens * model.vocabulary
@@ -183,7 +194,7 @@ def predict(args, model: Model, setting: Setting, size: Sizes) -> dict[str, floa
     training = {
         "weights": states["param"] + states["ref"] + engine * stays,
         "gradients and optimizer": states["gradients"] + states["optimizer"],
-        "activations": max(backward, reduction, flat, visitor + rows) - rows,
+        "activations": max(backward, reduction, flat, visitor + rows) - rows + step_arrays(args, setting),
         "logits": rows,
         "KV cache": cache * stays,
         "process": CUDA if on_gpu else PROCESS[args.rollout],

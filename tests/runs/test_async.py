@@ -30,6 +30,7 @@ import grpo
 import utils
 from runtime.arguments import checks
 from runtime.data.samples import Problem, Sample
+from runtime.run import directory
 from runtime.system import watchdog
 from runtime.training import model_files
 
@@ -268,6 +269,8 @@ def test_a_run_that_samples_ahead_can_be_repeated_and_resumed(
     expected = straight(script, AHEAD | changes)
     parts = tiny_args(tiny, tmp_path / "parts", script, **AHEAD | changes)
     folder = interrupted(parts, monkeypatch, after=after, script=script)
+    _, checkpoint = directory.saved_steps(folder)[-1]
+    assert '"sampler_logprobs": {"array of"' in (checkpoint / "state.json").read_text(), "numbers are not text"
     asked = []
     engine = importlib.import_module(script).Engine
     plain = engine.ask

@@ -206,17 +206,6 @@ def test_other_problems_than_before(tiny, tmp_path, monkeypatch, capsys):
     assert len(read_jsonl(folder / "metrics.jsonl")) == 4
 
 
-def test_an_older_checkpoint_that_is_damaged(stopped, tmp_path, capsys):
-    """Its score cannot be read: it is no reason not to save."""
-    args = copy_of(stopped, tmp_path)
-    folder = folder_of(args)
-    state = folder / "checkpoints" / "step_000002" / "state.json"
-    state.write_text(state.read_text()[:50])
-    run_here(args)
-    assert "NO CHECKPOINT" not in capsys.readouterr().out
-    assert [step for step, _ in directory.saved_steps(folder)] == [3, 4]
-
-
 def test_changed_arguments(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path, total_steps=6, log_samples=2)
     _, start = directory.open_run(args, grpo.Args())
@@ -389,12 +378,13 @@ def test_lines_that_are_no_json_stay(tmp_path):
 
 @pytest.mark.integration
 def test_which_checkpoints_stay(tiny, tmp_path, monkeypatch):
-    """The newest two and the best: pass@1 is set from here, the rest runs as it is."""
+    """The newest two and the best, found before or after a resume: pass@1 is set from here, the rest runs as it is."""
     scores, plain = {0: 0.0, 1: 0.1, 2: 0.9, 3: 0.2, 4: 0.3, 5: 0.4, 6: 0.5}, logger.RunLog.evaluation
     monkeypatch.setattr(
         logger.RunLog, "evaluation", lambda self, r, *more: plain(self, r | {"eval/pass@1": scores[r["step"]]}, *more)
     )
     args = tiny_args(tiny, tmp_path, **{**SMALL, "total_steps": 6, "save_every": 1, "eval_every": 1})
+    interrupted(args, monkeypatch, after=4)
     run_here(args)
     steps = [step for step, _ in directory.saved_steps(folder_of(args))]
     assert steps == [2, 5, 6]
