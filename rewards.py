@@ -681,7 +681,8 @@ class Verifiers:
         names = {problem.verifier for problem in problems}
         self.pool = RewardPool(worker_count(), args.call_timeout, names, self.weights, args.allow_unsafe_code_exec)
         trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
-        tried = [replace(problem, row=row_for(problem, args) | trial) for problem in problems]
+        first = {problem.verifier: problem for problem in reversed(problems)}
+        tried = [replace(problem, row=row_for(problem, args) | trial) for problem in first.values()]
         wrong = self.pool.check(tried)
         if wrong:
             refuse(f"--verifier: {wrong}")

@@ -441,11 +441,13 @@ def check_large(source: str, raws: list, args, check: Check) -> Iterator[tuple[l
     for raw, files in raws:
         key = digest(rules.encode(), raw._fingerprint.encode())
         try:
-            checked = cached_map(raw, function, kinds, key, "checking rows").to_dict()
+            checked = cached_map(raw, function, kinds, key, "checking rows")
         except BrokenLine as error:
             refuse_broken_line(files, error)
-        for text, wrong in zip(checked["problem"], checked["wrong"], strict=True):
-            yield [Problem(**found) for found in json.loads(text)], wrong
+        for batch in checked.iter(1000):
+            rows = json.loads(f"[{','.join(batch['problem'])}]")  # at once: they share the names of their fields
+            for found, wrong in zip(rows, batch["wrong"], strict=True):
+                yield [Problem(**problem) for problem in found], wrong
 
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from runtime.data import problem_set
 from runtime.data.problem_set import Messages, check_enough
@@ -207,7 +210,7 @@ def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str,
     return {"ids": render(columns[0], variables=columns[1], **how)}
 
 
-def render_cached(dataset, tokenizer, args) -> list[list[int]]:
+def render_cached(dataset, tokenizer, args) -> list[np.ndarray]:
     """Apply ``render`` to columns of JSON, messages and variables, in several processes, and cache the result."""
     import datasets
 
@@ -217,15 +220,21 @@ def render_cached(dataset, tokenizer, args) -> list[list[int]]:
     parts = (prompt_key(tokenizer, args), dataset._fingerprint)
     key = digest(*(part.encode() for part in parts))
     rendered = cached_map(dataset, function, kinds, key, "tokenizing prompts")
-    return rendered.with_format("arrow")[:]["ids"].to_pylist()
+    found = []
+    for part in rendered.with_format("arrow")[:]["ids"].chunks:  # they stay in the file that is mapped
+        ids = part.values.to_numpy()
+        found += [ids[first:end] for first, end in itertools.pairwise(part.offsets.to_numpy())]
+    return found
 
 
 def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
 
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
-    with exit code 2 (error), is left out (filter), or is truncated (left, right).
+    with exit code 2 (error), is left out (filter), or is truncated (left, right). Ids that are there are kept.
     """
+    if problems and len(problems[0].prompt_ids) > 0:
+        return _without_overlong(problems, args)
     check_tokenizer(tokenizer, args)
     refuse_wrapped(problems, args)
     variables = variables_of(problems, args)
@@ -243,10 +252,11 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     except Unrenderable as error:
         refuse(str(error))
     for problem, ids in zip(problems, found, strict=True):
-        problem.prompt_ids = ids
-    chats = {json.dumps(problem.messages) for problem in problems}
-    empty = not all(found)
-    alike = len(chats) > 1 and len(set(map(tuple, found))) == 1
+        problem.prompt_ids = np.asarray(ids, dtype=np.int32)
+    empty = not all(map(len, found))
+    alike = all(np.array_equal(ids, found[0]) for ids in found) and any(
+        p.messages != problems[0].messages for p in problems
+    )
     if problems and (empty or alike):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         refuse(f"{template} does not render the messages: it must write message['content'] for message in messages")
@@ -318,7 +328,7 @@ def _without_overlong(problems: list[Problem], args) -> list[Problem]:
     kept = {"drop": slice(0), "left": slice(-most, None), "right": slice(most)}[how]
     for problem in long:
         problem.prompt_ids = problem.prompt_ids[kept]
-    return [problem for problem in problems if problem.prompt_ids]
+    return [problem for problem in problems if len(problem.prompt_ids) > 0]
 
 
 def render_problems(training: list[Problem], evaluation: list[Problem], tokenizer, args) -> tuple[list, list]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import multimode
 from typing import Any
@@ -18,7 +19,7 @@ class Problem:
     truth: str
     verifier: str
     row: dict[str, Any]
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt_ids: Sequence[int] | np.ndarray = ()  # int32 once it is rendered
     source: str = ""  # short name of the data set it comes from
     opening: str = ""  # what an environment's reset adds to the last message
     tools: list[dict[str, Any]] | None = None  # its row's or an environment's, where the chat template writes them
@@ -35,7 +36,7 @@ class Sample:
 
     prompt_id: int  # index of the problem in its list
     sample_id: int  # 0 .. samples per prompt - 1
-    prompt_ids: list[int]
+    prompt_ids: np.ndarray  # its problem's
     response_ids: np.ndarray  # [L] int32; a list becomes one
     sampler_logprobs: np.ndarray  # [T] float32; natural log, at the sampling temperature; a list becomes one
     finish_reason: str  # "stop": it ended by itself; "length": truncated at max_response_length

@@ -105,7 +105,7 @@ class Engine:
             if place % self.count in self.own:
                 problem = problems[place]
                 row = [problem.row, problem.opening] if self.episodes and not sampling["ignore_eos"] else []
-                mine.append(((place, number), problem.prompt_ids, seed, *row))
+                mine.append(((place, number), list(map(int, problem.prompt_ids)), seed, *row))
         batch = Batch(next(self.numbers), problems, chosen or [], {request[0] for request in mine})
         if mine:
             self.batches[batch.number] = batch

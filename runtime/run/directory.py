@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
@@ -218,13 +221,21 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
-    """Hash all problems, with their ids once they are rendered. Messages and verifiers follow from rows and flags."""
+    """Hash the rows of all problems. Messages and verifiers follow from them and from flags."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)} problems".encode())
         for p in part:
             row = json.dumps(p.row, default=lambda value: type(value).__name__)  # no address, no order of a set
-            digest.update(json.dumps([p.prompt_ids, p.truth]).encode() + row.encode())
+            digest.update(json.dumps([[], p.truth]).encode() + row.encode())
+    return digest.hexdigest()
+
+
+def prompts_digest(rows: str, *parts: Sequence[Problem]) -> str:
+    """Hash what all ranks must have read: the rows, by their ``data_digest``, and the ids of their prompts."""
+    digest = hashlib.sha256(rows.encode())
+    for p in itertools.chain(*parts):
+        digest.update(np.array([len(p.prompt_ids), *p.prompt_ids], dtype=np.int64).tobytes())
     return digest.hexdigest()
 
 

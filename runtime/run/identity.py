@@ -80,7 +80,7 @@ def models_of(args) -> dict[str, ModelName]:
 
 
 def facts(args, data: str) -> dict[str, dict[str, Any]]:
-    """Return the facts that all ranks of a launch must share; ``data``: ``directory.data_digest``."""
+    """Return the facts that all ranks of a launch must share; ``data``: ``directory.prompts_digest``."""
     own = {}
     for name, value in recorded(args).items():
         if name not in PRESENTATION:

@@ -77,7 +77,7 @@ def print_header(args, run, chosen) -> None:
         lines += memory_lines(args, chosen.model, chosen.setting, run.sizes)
     ids = problems[0].prompt_ids
     lines.append(f"prompt     {run.tokenizer.decode(ids)!r}")
-    lines.append(f"ids        {ids}")
+    lines.append(f"ids        {ids.tolist()}")
     print(redact("\n".join(lines)), flush=True)
 
 

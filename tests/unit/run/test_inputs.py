@@ -164,12 +164,12 @@ def test_a_change_of_anything_that_a_run_opens_is_seen(tiny, tmp_path, monkeypat
 def test_each_row_counts(rows):
     """One truth of thousands is another data set."""
     problems = [Problem([{"role": "user", "content": f"{i} + 1"}], str(i + 1), "exact", {"i": i}) for i in range(rows)]
-    before = directory.data_digest(problems)
+    before = directory.prompts_digest(directory.data_digest(problems), problems)
     for place in {0, 1, rows // 2 + 1, rows - 1} - {rows}:
         for name, value in (("truth", "0"), ("row", {}), ("prompt_ids", [1])):
             other = [*problems]
             other[place] = dataclasses.replace(problems[place], **{name: value})
-            assert directory.data_digest(other) != before, (place, name)
+            assert directory.prompts_digest(directory.data_digest(other), other) != before, (place, name)
 
 
 def test_files_of_a_model_are_read_again_only_where_they_look_changed(tiny, tmp_path):
