@@ -567,7 +567,7 @@ def moving_reference(reference: TokenLogprobs | None, args) -> MovingReference |
 def gather_samples(mine: list[Sample]) -> list[Sample]:
     """Return the samples of all ranks, ordered by prompt and sample number: the same list on every rank."""
     parts = [mine] * torch.distributed.get_world_size()
-    if len(parts) > 1:  # gloo would copy them with threads of its own (process.end_openmp_threads)
+    if len(parts) > 1:
         torch.distributed.all_gather_object(parts, mine)
     return sorted((s for part in parts for s in part), key=lambda s: (s.prompt_id, s.sample_id))
 

@@ -491,6 +491,7 @@ def prepare_environment(dtype: str = "auto") -> None:
         "VLLM_USE_FLASHINFER_SAMPLER": "0",  # where nvcc is found, vLLM would try and compile kernels at every start
         "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
         "GOMP_SPINCOUNT": "3000",  # then a waiting thread sleeps; with 300,000 it blocks a core that others need
+        "OMP_WAIT_POLICY": "active",  # 1,000 rounds, not 100, where threads of trainer and engine are more than cores
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -545,25 +546,6 @@ def trim_heap() -> None:
     """Give back the memory that was freed but kept (``prepare_environment``), where the C library can."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-@functools.cache
-def openmp() -> ctypes.CDLL | None:
-    """Return PyTorch's OpenMP library if it is GNU's, else None. Call it after the import of PyTorch."""
-    maps = Path("/proc/self/maps")
-    files = [line.split()[-1] for line in maps.read_text().splitlines()] if maps.exists() else []
-    found = [ctypes.CDLL(file) for file in dict.fromkeys(files) if "/torch" in file and "libgomp" in file]
-    return next((library for library in found if hasattr(library, "omp_pause_resource_all")), None)
-
-
-def end_openmp_threads() -> None:
-    """End the threads that compute for this thread; its next computation starts new ones, in 0.1 ms.
-
-    GNU's OpenMP counts the threads of the trainer and of the engine. Where they are more than cores, all of them sleep
-    between two operations, which can double the time of a decoding step. So whichever of the two waits ends its own.
-    """
-    if library := openmp():
-        library.omp_pause_resource_all(1)  # omp_pause_soft
 
 
 def resident_bytes() -> int:

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 
 from runtime.system import library_logs, network
-from runtime.system.process import end_openmp_threads, launch_size, rank, refuse, several_nodes
+from runtime.system.process import launch_size, rank, refuse, several_nodes
 from runtime.system.redaction import redact
 
 
@@ -46,12 +46,6 @@ class Mailbox(queue.Queue):
     """Messages to or from the engine's thread."""
 
     closed = False  # nobody reads it any more: the run has ended
-
-    def get(self, block: bool = True, timeout: float | None = None) -> tuple:
-        """Return the next message; a thread that has to wait for it leaves the cores to the other."""
-        if self.empty():
-            end_openmp_threads()
-        return super().get(block, timeout)
 
 
 class Outbox(Mailbox):
