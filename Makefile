@@ -7,9 +7,8 @@ setup:
 	@scripts/setup.sh
 
 # A GRPO run on whatever the machine has, with its curves: make quickstart ARGS="--seed 2"
-# Without the small blocks that glibc keeps for each thread, it needs less memory (docs/maintainers/memory.md).
 quickstart: setup
-	GLIBC_TUNABLES=$${GLIBC_TUNABLES:-glibc.malloc.tcache_count=0} $(PYTHON_BIN) grpo.py $(ARGS)
+	$(PYTHON_BIN) grpo.py $(ARGS)
 	$(PYTHON_BIN) scripts/plot.py runs
 
 # The model of the learning tests and of the KL study; made once for each seed: make testbed ARGS="--seed 2"

@@ -183,6 +183,7 @@ def preflight(args: Args) -> Ready | None:
 
 if __name__ == "__main__":  # --help and errors in flags come before the slow imports
     args = flags.parse(Args, __doc__)
+    process.choose_allocator()
     ready = preflight(args)
 
 import torch
@@ -619,8 +620,7 @@ def main(args: Args, ready: Ready | None) -> None:
             need_logprobs = list(range(len(samples)))  # controller and group statistics need the KL of every response
         if reference is None and updates == 1:
             need_logprobs = []
-        filled = slots if need_logprobs else 1  # zeros that stay take no memory
-        old_N, ref_N, full_kl_N = torch.zeros(3, filled, device=device).expand(3, slots)
+        old_N, ref_N, full_kl_N = torch.zeros(3, slots if need_logprobs else 1, device=device).expand(3, slots)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with phases("logprobs"), torch.no_grad():
             for mb in batching.micro_batches(samples, need_logprobs, **run.placement):

@@ -263,6 +263,7 @@ def preflight(args: Args) -> Ready | None:
 
 if __name__ == "__main__":  # --help and errors in flags come before the slow imports
     args = flags.parse(Args, __doc__)
+    process.choose_allocator()
     ready = preflight(args)
 
 import numpy as np
@@ -917,8 +918,7 @@ def main(args: Args, ready: Ready | None) -> None:
         need_logprobs = every_sample if kl.reward > 0 else in_loss
         if reference is None and updates == 1:
             need_logprobs = []
-        filled = slots if need_logprobs else 1  # zeros that stay take no memory
-        old_N, ref_N, full_kl_N = torch.zeros(3, filled, device=device).expand(3, slots)
+        old_N, ref_N, full_kl_N = torch.zeros(3, slots if need_logprobs else 1, device=device).expand(3, slots)
         kl_metrics = {"kl/coef": kl.loss or kl.reward}
         with phases("logprobs"), torch.no_grad():
             for mb in batching.micro_batches(samples, need_logprobs, **run.placement):

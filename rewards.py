@@ -678,10 +678,9 @@ class Verifiers:
     def __init__(self, args, problems: list, device, dtype):
         self.args = args
         self.weights = parse_weights(args.reward_weights)
-        names = {problem.verifier for problem in problems}
-        self.pool = RewardPool(worker_count(), args.call_timeout, names, self.weights, args.allow_unsafe_code_exec)
-        trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
         first = {problem.verifier: problem for problem in reversed(problems)}
+        self.pool = RewardPool(worker_count(), args.call_timeout, [*first], self.weights, args.allow_unsafe_code_exec)
+        trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
         tried = [replace(problem, row=row_for(problem, args) | trial) for problem in first.values()]
         wrong = self.pool.check(tried)
         if wrong:
@@ -740,11 +739,11 @@ class Verifiers:
 
     def _check_format(self, problems: list) -> None:
         """Reject --reward_control format where a verifier, asked about a truth, has no part of this name."""
-        first = {problem.verifier: problem for problem in reversed(problems)}
-        first.pop("environment", None)  # which has no parts before its first episode
         futures = {}
-        for name, problem in first.items():
-            futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
+        for problem in problems:
+            name = problem.verifier
+            if name != "environment":  # which has no parts before its first episode
+                futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
         for name, future in futures.items():
             if "format" not in self.pool.result(future).parts:
                 refuse(f"--reward_control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")

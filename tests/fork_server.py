@@ -132,6 +132,7 @@ def be_rank(order: dict, rank: int, port: int) -> int:
     os.chdir(order["cwd"])
     os.environ.clear()  # runs in the tests' process leave marks in its environment, which is this one's
     os.environ |= order["environment"]
+    os.environ.setdefault("GLIBC_TUNABLES", "")  # a fork cannot start its program again (process.choose_allocator)
     if (size := order["ranks"]) > 1:
         values = (rank, rank, size, size, "127.0.0.1", port)
         os.environ |= dict(zip(NEW, map(str, values), strict=True))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from runtime.engine import cpu_kernels
 from runtime.system import process
 from runtime.training import memory, pretrained
 from runtime.training.model_files import STATES, Model, read_configs, read_model
@@ -64,11 +63,12 @@ def most_sequences(args, max_num_seqs: int, ranks: int) -> int:
 
 
 def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
-    """Return the bytes of the KV cache on a CPU: the longest sequences and a quarter more, at most 0.5 GiB.
+    """Return the bytes of the KV cache on a CPU: the longest sequences and a quarter more, or what memory there is.
 
-    The quarter is for models whose layers differ, of which vLLM rounds up the groups. It rejects less than a sequence
-    of full length needs and a block that stays empty, however short the prompts are.
+    That is an eighth of what is free, at least 0.5 GiB. The quarter is for models whose layers differ, of which vLLM
+    rounds up the groups. It rejects less than a sequence of full length needs and a block that stays empty.
     """
+    most = max(0.5 * memory.GIB, process.free_memory() / 8)
     if model is None or model.recurrent:
         return 0.5 * memory.GIB
     size = args.engine_args.get("block_size", CPU_BLOCK)
@@ -79,7 +79,9 @@ def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
     block = size * model.cache_numbers * itemsize
     wanted = 1.25 * sequences * longest * block
     least = 1.25 * (full + 1) * block
-    return max(min(0.5 * memory.GIB, wanted), least)
+    if wanted > most:
+        process.warn_once(f"the KV cache has {most / wanted:.0%} of what {sequences} sequences of full length need")
+    return max(min(most, wanted), least)
 
 
 def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
@@ -93,6 +95,32 @@ def graph_size(args, max_num_seqs: int, world_size: int) -> dict[str, int]:
         return {}
     steps = -(-most // 16)  # of vLLM's sizes
     return {"max_cudagraph_capture_size": 16 * steps}
+
+
+def save_time_and_memory() -> None:
+    """Leave out two things that vLLM does on CPUs for nothing. Call it before an engine is built.
+
+    It compiles a function that counts the tokens which are likelier than the sampled one, and calls it for each: 14 s
+    of a user's first run. Nothing here reads such ranks: they are 0. And it packs every embedding
+    for matrix products, a copy that every push makes again, although only that of the head is multiplied with.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.v1.sample import sampler
+
+    sampler.batched_count_greater_than = lambda x_BV, _: torch.zeros(len(x_BV), dtype=torch.int64)
+    if not hasattr(UnquantizedEmbeddingMethod, "pack"):
+        UnquantizedEmbeddingMethod.pack = UnquantizedEmbeddingMethod.process_weights_after_loading
+        UnquantizedEmbeddingMethod.process_weights_after_loading = pack_at_first_use
+
+
+def pack_at_first_use(method, layer: torch.nn.Module) -> None:
+    """Pack an embedding for matrix products when it is first used for one, as the head of Gemma 2 is."""
+
+    def pack_and_multiply(x, weight, bias):
+        method.pack(layer)  # sets layer.cpu_linear
+        return layer.cpu_linear(x, weight, bias)
+
+    layer.cpu_linear = pack_and_multiply
 
 
 def as_transformers_reads() -> dict[str, str]:
@@ -123,7 +151,7 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual = {"gpu_memory_utilization": engine_share(args, dtype, world_size)}
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
     else:
-        cpu_kernels.save_time_and_memory()
+        save_time_and_memory()
         cache = cpu_cache(args, read_model(args.model), dtype.itemsize, world_size)
         usual = {"kv_cache_memory_bytes": int(cache)}
         usual["enforce_eager"] = True  # compiling takes longer than a short run

@@ -96,14 +96,13 @@ class Checkpoints:
         if start is None:
             seed_generators(self.args, self.rank, 0)
             return 0
-        arrays = np.load(start / "arrays.npz") if (start / "arrays.npz").is_file() else {}  # earlier code had none
-        whole = {name: arrays[name] for name in arrays}
+        arrays = dict(np.load(start / "arrays.npz")) if (start / "arrays.npz").is_file() else {}  # of earlier code
 
         def with_arrays(found: dict) -> Any:
             if found.keys() != {"array of", "first", "shape"}:
                 return found
             last = found["first"] + math.prod(found["shape"])
-            return whole[found["array of"]][found["first"] : last].reshape(found["shape"])
+            return arrays[found["array of"]][found["first"] : last].reshape(found["shape"])
 
         state = json.loads((start / "state.json").read_text(), object_hook=with_arrays)
         ranks = state["world_size"]

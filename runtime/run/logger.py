@@ -24,7 +24,7 @@ from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, inputs_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config, records
 from runtime.system import git, library_logs, user_files
-from runtime.system.process import PROJECT, FolderLock, Heap, print_on_rank_0, usable_cores, versions, write_whole
+from runtime.system.process import PROJECT, FolderLock, print_on_rank_0, usable_cores, versions, write_whole
 from runtime.system.redaction import redact, redact_words, secret_values
 from runtime.training import memory
 from runtime.training.memory import GIB, Sizes
@@ -229,7 +229,6 @@ class RunLog:
         self.first = 0  # the step after which the run resumed
         self.scores: dict[int, float | None] = {}  # step -> rating of the evaluation after it
         self.step_seconds: list[float] = []  # for the ETA: of each step of this process, with its evaluation
-        self.heap = Heap()
         if not is_main:
             library_logs.write_to(None)
             return
@@ -339,7 +338,6 @@ class RunLog:
                     f"  {problem.messages[-1]['content']!r} -> {s.response!r} | ground truth {problem.truth} | "
                     f"reward {s.reward:.2f} | advantage {s.advantage:+.2f} | {s.finish_reason}"
                 )
-        self.heap.bound()
 
     def check_skips(self, skips, samples: list[Sample]) -> None:
         """End the run once ten optimizer steps in a row, of the policy or the critic, were not applied."""

@@ -14,7 +14,6 @@ import gc
 import hashlib
 import io
 import json
-import math
 import os
 import select
 import shutil
@@ -467,6 +466,18 @@ def free_memory() -> float:
     return min(left) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def choose_allocator() -> None:
+    """Start this program again, within half a second, with what glibc's allocator reads only then; not beside a GPU.
+
+    It keeps no freed blocks for each thread, between which tensors of one size would not fit into each other's places,
+    and uses huge pages. docs/maintainers/memory.md has what that is worth. The user's own GLIBC_TUNABLES win.
+    """
+    gpu = Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
+    if "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux" and not gpu and sys.gettrace() is None:
+        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def prepare_environment(dtype: str = "auto") -> None:
     """Set what must be set before torch, vLLM or DeepSpeed are imported; the user's own variables win.
 
@@ -474,11 +485,13 @@ def prepare_environment(dtype: str = "auto") -> None:
     an error of 1e-3, where ``--max_logprob_diff`` allows 1e-4 nats. bf16 has no such products.
 
     Freed memory is kept, because a step frees and allocates tensors as large as the model several times: to get them
-    from the kernel page by page took a fifth of an update (135M parameters in fp32, two cores). ``Heap`` bounds it.
+    from the kernel page by page took a fifth of an update (135M parameters in fp32, two cores).
     """
     gc.set_threshold(10_000)  # with 700, the garbage collector searches the million objects of the imports seven times
     atexit.register(end_quickly)
-    map_large_blocks(False)
+    for option, value in ((-1, 2**31 - 1), (-4, 0)):  # M_TRIM_THRESHOLD, M_MMAP_MAX
+        with contextlib.suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).mallopt(option, value)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -509,43 +522,6 @@ def prepare_environment(dtype: str = "auto") -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning)
     quiet_libraries()
-
-
-class Heap:
-    """Bounded cache of freed memory in the C heap (``prepare_environment``).
-
-    The tensors of a step have other sizes than those of the step before, and do not fit the gaps between what stays.
-    The largest of what stays has pages of its own (``map_large_blocks``); the first step makes the last of it.
-    """
-
-    GROWTH = 1.02  # the step after gaps were given back takes longer for page faults: not after every step
-    steps = 0
-    limit = math.inf  # bytes
-
-    def bound(self) -> None:
-        """Trim the heap at the end of step 1, and later if the process has outgrown its size in step 2."""
-        self.steps += 1
-        if self.steps == 1:
-            map_large_blocks(False)
-            trim_heap()
-        if self.steps == 2:
-            self.limit = self.GROWTH * resident_bytes()
-        if resident_bytes() > self.limit:
-            trim_heap()
-            self.limit = max(self.limit, self.GROWTH * resident_bytes())
-
-
-def map_large_blocks(wanted: bool) -> None:
-    """Make the C library give blocks of 32 MiB or more pages of their own, or take them from its heap like others."""
-    for option, value in ((-1, 2**31 - 1), (-3, 2**25), (-4, 2**16 * wanted)):
-        with contextlib.suppress(AttributeError):  # not glibc; M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX
-            ctypes.CDLL(None).mallopt(option, value)
-
-
-def trim_heap() -> None:
-    """Give back the memory that was freed but kept (``prepare_environment``), where the C library can."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -181,7 +180,6 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
     cuda = device.type == "cuda"
     if cuda and "optimizer" in args.offload:
         torch.set_num_threads(offload_threads())
-    process.map_large_blocks(True)  # until the end of the first step, which makes the last tensors that stay
     # A rank may wait long for one that still generates, verifies or writes. Watch ends a run in which no rank moves.
     process_group = InitProcessGroupKwargs(backend="nccl" if cuda else "gloo", timeout=timedelta(days=1))
     plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(args, dtype, cuda))
@@ -193,7 +191,6 @@ def dedupe_fp32_weights(engine):
 
     In fp32 the master weights of ZeRO 1 and 2 are a copy of the weights; on one rank both can be the same memory.
     Gradients are summed in one buffer, as DeepSpeed 0.19.8 does in bf16; in fp32 it would copy the sums into another.
-    On a CPU that buffer is kept: the tensors of a later step would lie where it was, and it would find no place.
     """
     zero = engine.optimizer
     if hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload and zero.dtype == torch.float32:
@@ -202,15 +199,6 @@ def dedupe_fp32_weights(engine):
             for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
                 master.data = weights.data
             zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
-    if hasattr(zero, "_build_compact_grad_partition_buffer") and engine.device.type == "cpu":
-        build = functools.cache(zero._build_compact_grad_partition_buffer)
-
-        def zeros(group: int):
-            build(group).flat_partition.zero_()
-            return build(group)
-
-        zero._build_compact_grad_partition_buffer = zeros
-    process.trim_heap()  # partitioning leaves gaps nearly as large as the optimizer's states
     return engine
 
 

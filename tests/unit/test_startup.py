@@ -156,30 +156,6 @@ def test_the_quickstart_s_model_has_the_special_tokens_and_the_template_of_its_p
     assert tokenizer.chat_template == fields["tokenizer.chat_template"].contents()
 
 
-def test_large_blocks_get_pages_of_their_own_until_the_first_step_is_done():
-    """Their memory goes back to the kernel when it is freed. From the second step on the heap keeps it."""
-    program = """
-from runtime.system import process
-
-process.prepare_environment()
-heap = process.Heap()
-
-def left_by_a_block() -> int:
-    before = process.resident_bytes()
-    block = bytearray(b"x") * 2**26
-    small = bytearray(10**5)
-    del block
-    return process.resident_bytes() - before
-
-process.map_large_blocks(True)
-mapped = left_by_a_block()
-heap.bound()
-print(mapped < 2**22, left_by_a_block() > 2**25)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.stdout.split() == ["True", "True"], (done.stdout, done.stderr)
-
-
 @pytest.mark.integration
 def test_products_of_shapes_that_do_not_come_again_are_forgotten():
     """By default a thousand shapes stay prepared in oneDNN, and a thousand in torch: half a MiB for each shape."""
