@@ -640,7 +640,7 @@ def main(args: Args, ready: Ready | None) -> None:
         # 6 advantages: one per response, from its group's rewards. KL in the reward is subtracted here, per token.
         kind = args.advantage_normalization_type
         advantages_PG = group_advantages(rewards_PG, kind, args.advantage_eps)
-        penalty_N = torch.zeros(slots if kl.reward > 0 else 1, device=device)
+        penalty_N = torch.zeros(slots, device=device)
         if kl.reward > 0:
             kl_N = full_kl_N
             if full_in_reward is None:

@@ -134,7 +134,7 @@ def step_arrays(args, setting: Setting) -> float:
     """
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
     several = args.loads_reference or args.num_epochs * args.num_mini_batches > 1
-    return samples * args.max_response_length * (15 + 16 * several + 8 * setting.critic)
+    return samples * args.max_response_length * (19 + 12 * several + 8 * setting.critic)
 
 
 def logits(args, model: Model, setting: Setting, tokens: int) -> float:

@@ -74,7 +74,7 @@ def test_config_and_files(folder):
     resolved |= {
         "logprob_chunk": 512,
         "vllm_gpu_memory_utilization": 0.4,
-        "vllm_max_num_seqs": 64,
+        "vllm_max_num_seqs": 256,
         "vllm_max_num_batched_tokens": 8192,
     }
     assert config["resolved"] == resolved

@@ -733,7 +733,7 @@ def test_algorithms_as_in_their_papers_leave_no_response_out():
 
 def test_sizes_that_are_left_open_follow_the_device():
     """None is never a size; what is given holds on any device, and a micro-batch holds the longest sample."""
-    assert list(vars(default_sizes(Args(), False)).values()) == [512, 512, 0.4, 64, 8192]
+    assert list(vars(default_sizes(Args(), False)).values()) == [512, 512, 0.4, 256, 8192]
     assert list(vars(default_sizes(Args(), True)).values()) == [16384, 4096, 0.4, 1024, 16384]
     own = '{"max_num_seqs": 9, "max_num_batched_tokens": 10, "gpu_memory_utilization": 0.3}'
     given = Args(micro_batch_tokens=7, vllm_args=own)

@@ -1056,16 +1056,16 @@ def test_overlong_prompts(tokenizer, capsys):
         kept[how] = rendering.render_prompts(problems(), tokenizer, Args(max_prompt_length=30, overlong_prompts=how))
         said = capsys.readouterr().out
         assert f"--overlong_prompts {how}" in said and "1 of 3 prompts" in said and f"has {len(whole[1])}" in said
-    assert [p.prompt_ids for p in kept["drop"]] == [whole[0], whole[2]]
-    assert [p.prompt_ids for p in kept["left"]] == [whole[0], whole[1][-30:], whole[2]]
-    assert [p.prompt_ids for p in kept["right"]] == [whole[0], whole[1][:30], whole[2]]
+    assert [p.prompt_ids.tolist() for p in kept["drop"]] == [whole[0], whole[2]]
+    assert [p.prompt_ids.tolist() for p in kept["left"]] == [whole[0], whole[1][-30:], whole[2]]
+    assert [p.prompt_ids.tolist() for p in kept["right"]] == [whole[0], whole[1][:30], whole[2]]
     message = refusal(
         capsys, Args(max_prompt_length=30), lambda args: rendering.render_prompts(problems(), tokenizer, args)
     )
     for word in ("1 of 3 prompts", "--max_prompt_length 30", "one one", "--overlong_prompts drop"):
         assert word in message
     exactly = Args(max_prompt_length=len(whole[1]))
-    assert [p.prompt_ids for p in rendering.render_prompts(problems(), tokenizer, exactly)] == whole
+    assert [p.prompt_ids.tolist() for p in rendering.render_prompts(problems(), tokenizer, exactly)] == whole
 
 
 # ------------------------------------------------------------------------------------------------- many prompts, cached
@@ -1082,7 +1082,7 @@ def test_many_prompts_come_from_the_cache(tokenizer, cache):
 
     def ids(**changes) -> list[list[int]]:
         problems = [samples.Problem(messages, "1", "exact", {}) for messages in content]
-        return [p.prompt_ids for p in rendering.render_prompts(problems, tokenizer, Args(**changes))]
+        return [p.prompt_ids.tolist() for p in rendering.render_prompts(problems, tokenizer, Args(**changes))]
 
     expected = {t: rendering.render(content, tokenizer, values.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}
     assert ids(chat_template="chatml") == expected["chatml"]

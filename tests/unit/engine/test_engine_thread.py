@@ -419,14 +419,18 @@ def own(**settings) -> dict:
 GRAPHS = "max_cudagraph_capture_size"  # vLLM's own limit is 512; above it, every kernel of a step starts from Python
 MANY = {"num_unique_prompts_rollout": 64, "num_samples_per_prompt_rollout": 8, "eval_prompts": 0}
 TESTS = {"eval_prompts": 1319, "eval_samples": 1}
-ON_CPU = {"enforce_eager": True, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "block_size": 32}
+ON_CPU = {"enforce_eager": True, "max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32}
 ON_GPU = {"enforce_eager": None, "max_num_seqs": 1024, "max_num_batched_tokens": 16384, "block_size": None}
 OWN = {"enforce_eager": False, "block_size": 64, "max_num_seqs": 7, "max_num_batched_tokens": 300, "seed_x": 1}
 IN_FLIGHT = {"async_steps": 1, "inflight_updates": "recompute"}
 REVISION = {"model_name_or_path": "me/model@abc"}
 # Whether there is a GPU, the flags, and what vLLM is given; None: its own choice.
 BUILT = [
-    (False, {"model": SMALL}, {"kv_cache_memory_bytes": 1.25 * 64 * 288 * 2 * 2 * 2 * 8 * 2}),  # 64 of 288 tokens, bf16
+    (
+        False,
+        {"model": SMALL},
+        {"kv_cache_memory_bytes": 1.25 * 256 * 288 * 2 * 2 * 2 * 8 * 2},
+    ),  # 256 of 288 tokens, bf16
     (False, {}, {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": None, GRAPHS: None, **ON_CPU}),
     (True, {}, {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.4, **ON_GPU}),
     (False, own(kv_cache_memory_bytes=2**31), {"kv_cache_memory_bytes": 2**31}),

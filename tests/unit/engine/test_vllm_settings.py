@@ -8,6 +8,7 @@ import pytest
 
 import grpo
 from runtime.engine import vllm_settings
+from runtime.system import process
 from runtime.training import model_files
 
 MODEL = model_files.Model(
@@ -18,22 +19,26 @@ MODEL = model_files.Model(
 @pytest.mark.parametrize(
     ("changes", "sequences", "tokens"),
     [
-        ({}, 64, 288),
+        ({}, 256, 288),
         ({"eval_prompts": 0, "num_unique_prompts_rollout": 2}, 16, 288),
-        ({"max_response_length": 30}, 64, 288),  # in blocks of 32
+        ({"max_response_length": 30}, 256, 288),  # in blocks of 32
     ],
 )
-def test_a_cache_has_room_for_the_longest_sequences(changes, sequences, tokens):
-    """And a quarter more; a token has 8,000 bytes in bf16. Not more than 0.5 GiB."""
+def test_a_cache_has_room_for_the_longest_sequences(changes, sequences, tokens, monkeypatch, capsys):
+    """And a quarter more; a token has 8,000 bytes in bf16. Not more than an eighth of what is free, or 0.5 GiB."""
     assert vllm_settings.cpu_cache(grpo.Args(**changes), MODEL, 2, 1) == 1.25 * sequences * tokens * 8000
-    assert vllm_settings.cpu_cache(grpo.Args(max_response_length=2000), MODEL, 2, 1) == 2**29
+    process.warn_once.cache_clear()
+    for free in (2**30, 2**33):
+        monkeypatch.setattr(process, "free_memory", lambda free=free: free)
+        assert vllm_settings.cpu_cache(grpo.Args(max_response_length=2000), MODEL, 2, 1) == max(2**29, free / 8)
+    assert "the KV cache has 9% of what 256 sequences" in capsys.readouterr().out
 
 
 def test_a_cache_is_as_large_as_the_prompts_are_long():
     """Not as they might be; only with an environment can they grow."""
     args = grpo.Args()
     args.longest_prompt = 43
-    assert vllm_settings.cpu_cache(args, MODEL, 2, 1) == 1.25 * 64 * 96 * 8000
+    assert vllm_settings.cpu_cache(args, MODEL, 2, 1) == 1.25 * 256 * 96 * 8000
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_what_the_engine_is_given_is_what_is_trained_on(player):
     """Every request, the row that is trained on, its targets, and the template's own text of the whole conversation."""
     problem = player.ask()
     episode = player.begin()
-    episode.prompt_ids = problem.prompt_ids
+    episode.prompt_ids = problem.prompt_ids.tolist()
     given, written = [], []
     for name, given_to, _ in CALLS:
         given.append(episode.request()[0])
@@ -151,7 +151,7 @@ def test_what_renders_a_prompt_again_has_its_tools_and_its_observation(player):
         rendering.variables_of([problem], player.args),
     )
     (problem,) = rendering.render_prompts([problem], player.tokenizer, player.args)
-    assert problem.prompt_ids == again
+    assert problem.prompt_ids.tolist() == again
     assert forged in player.tokenizer.decode(again)
     special = [token for token in again if token in player.chat.special.values()]
     assert special == [token for token in player.ask().prompt_ids if token in player.chat.special.values()]

@@ -369,7 +369,7 @@ def test_what_reset_says_may_look_like_a_chat_template(tiny, capsys):
     for hint in ("plain", words):
         problem = Problem([{"role": "user", "content": "Go."}], "4", "exact", {"hint": hint})
         episodes.first_turns([problem], tokenizer_of(tiny), args)
-        ids.append(rendering.render_prompts([problem], tokenizer_of(tiny), args)[0].prompt_ids)
+        ids.append(rendering.render_prompts([problem], tokenizer_of(tiny), args)[0].prompt_ids.tolist())
     special = set(tokenizer_of(tiny).all_special_ids)
     found = [[token for token in prompt if token in special] for prompt in ids]
     assert found[0] == found[1] and ids[0] != ids[1]
