@@ -430,7 +430,7 @@ BUILT = [
         False,
         {"model": SMALL},
         {"kv_cache_memory_bytes": 1.25 * 256 * 288 * 2 * 2 * 2 * 8 * 2},
-    ),  # 256 of 288 tokens, bf16
+    ),  # of 288 tokens, bf16
     (False, {}, {"kv_cache_memory_bytes": 2**29, "gpu_memory_utilization": None, GRAPHS: None, **ON_CPU}),
     (True, {}, {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.4, **ON_GPU}),
     (False, own(kv_cache_memory_bytes=2**31), {"kv_cache_memory_bytes": 2**31}),
