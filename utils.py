@@ -92,7 +92,8 @@ def setup_run(args, ready: tuple) -> Run:
     if args.environment is None:
         args.longest_prompt = max(len(problem.prompt_ids) for problem in [*problems, *eval_problems])
     saving.adopt_template(tokenizer, args, problems)
-    facts = identity.facts(args, directory.prompts_digest(args.data_digest, problems, eval_problems))
+    digest = directory.prompts_digest(args.data_digest, problems, eval_problems)
+    facts = identity.facts(args, digest)
     chosen = choices.choose(args, device, dtype, attention, facts)
     args.steps = flags.total_steps(args, len(problems))
     run = Run(

@@ -127,14 +127,10 @@ def activations(args, model: Model, setting: Setting, tokens: int) -> float:
     return tokens * (kept * layers + number * model.hidden * model.layers)
 
 
-def step_arrays(args, setting: Setting) -> float:
-    """Return the bytes of a step's flat arrays, which hold numbers of each response token of all ranks.
-
-    Those of old and reference log-probs and of a KL are as large only where there are such.
-    """
+def step_arrays(args) -> float:
+    """Return the bytes of a step's flat arrays: 31 for each response token of all ranks, and 12 less without a KL."""
     samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    several = args.loads_reference or args.num_epochs * args.num_mini_batches > 1
-    return samples * args.max_response_length * (19 + 12 * several + 8 * setting.critic)
+    return 31 * samples * args.max_response_length
 
 
 def logits(args, model: Model, setting: Setting, tokens: int) -> float:
@@ -193,7 +189,7 @@ def predict(args, model: Model, setting: Setting, size: Sizes) -> dict[str, floa
     training = {
         "weights": states["param"] + states["ref"] + engine * stays,
         "gradients and optimizer": states["gradients"] + states["optimizer"],
-        "activations": max(backward, reduction, flat, visitor + rows) - rows + step_arrays(args, setting),
+        "activations": max(backward, reduction, flat, visitor + rows) - rows + step_arrays(args),
         "logits": rows,
         "KV cache": cache * stays,
         "process": CUDA if on_gpu else PROCESS[args.rollout],
