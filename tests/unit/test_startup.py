@@ -193,6 +193,42 @@ print((in_use_after(range(370, 400)) - before) / 2**20)
     assert grown[0] < 1 and grown[1] > 4 and grown[2] > 4, grown
 
 
+TENSORS = """
+import ctypes, os, sys
+from runtime.system import process
+
+print("began", *sys.argv[1:], flush=True)
+process.choose_allocator()
+process.prepare_environment()
+import torch
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = type("Malloc", (ctypes.Structure,), {"_fields_": [(f"f{k}", ctypes.c_size_t) for k in range(10)]})
+sizes = []
+for _ in range(6):
+    tensor = torch.ones(34_000_000, dtype=torch.bfloat16)
+    tensor = tensor + tensor
+    del tensor
+    sizes.append(mallinfo2().f0 / 2**20)  # what the heap has from the kernel
+print(os.environ["GLIBC_TUNABLES"], sizes[-1] - sizes[2])
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("given", [None, "", "glibc.malloc.tcache_count=1"])
+def test_a_program_starts_again_with_an_allocator_that_reuses_places(given):
+    """Once, with the same words, unless the user has set it; otherwise tensors of one size lie beside each other."""
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    environment |= {} if given is None else {"GLIBC_TUNABLES": given}
+    command = [sys.executable, "-c", TENSORS, "--some words", "'$HOME'"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env=environment)
+    *began, end = done.stdout.splitlines()
+    assert began == ["began --some words '$HOME'"] * (2 if given is None else 1), done.stderr
+    tunables, _, grown = end.rpartition(" ")
+    assert tunables == given if given is not None else "tcache_count=0" in tunables
+    assert float(grown) > 100 if given == "" else float(grown) < 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(process.usable_cores() < 2, reason="one core: no thread waits for another")
 def test_two_runs_beside_each_other_wait_asleep():
