@@ -50,6 +50,8 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 if __name__ == "__main__":  # --help comes before the slow imports
     chosen, flags_of_script = parse(sys.argv[1:])
+    if chosen.script is not None and not chosen.script.is_file():
+        process.refuse(f"{chosen.script}: no such file; give a script and its arguments: grpo.py --beta 0.03")
     process.prepare_environment("float32")
     if chosen.script is None:
         import check_any_loss as report

@@ -273,7 +273,7 @@ def rows_of(batch: dict[str, list], start: int) -> list:
             try:
                 rows.append(json.loads(text.removeprefix("\ufeff"), object_pairs_hook=unique))  # the mark of UTF-8
             except (ValueError, RecursionError) as error:
-                raise BrokenLine(place, str(error)) from error
+                raise BrokenLine(place, str(error).replace(": line 1 column", " at column")) from error
     return rows
 
 
