@@ -740,10 +740,9 @@ class Verifiers:
     def _check_format(self, problems: list) -> None:
         """Reject --reward_control format where a verifier, asked about a truth, has no part of this name."""
         futures = {}
-        for problem in problems:
-            name = problem.verifier
-            if name != "environment":  # which has no parts before its first episode
-                futures[name] = self.pool.submit(name, problem.truth, problem.truth, problem.row)
+        for p in problems:
+            if p.verifier != "environment":  # which has no parts before its first episode
+                futures[p.verifier] = self.pool.submit(p.verifier, p.truth, p.truth, p.row)
         for name, future in futures.items():
             if "format" not in self.pool.result(future).parts:
                 refuse(f"--reward_control format: --verifier {name} reports no part format (docs/data_and_rewards.md)")

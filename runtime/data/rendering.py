@@ -223,7 +223,8 @@ def render_cached(dataset, tokenizer, args) -> list[np.ndarray]:
     found = []
     for part in rendered.with_format("arrow")[:]["ids"].chunks:  # they stay in the file that is mapped
         ids = part.values.to_numpy()
-        found += [ids[first:end] for first, end in itertools.pairwise(part.offsets.to_numpy())]
+        bounds = part.offsets.to_numpy()
+        found += [ids[first:end] for first, end in itertools.pairwise(bounds)]
     return found
 
 
@@ -233,7 +234,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
     with exit code 2 (error), is left out (filter), or is truncated (left, right). Ids that are there are kept.
     """
-    if problems and len(problems[0].prompt_ids) > 0:
+    if problems and all(len(problem.prompt_ids) for problem in problems):
         return _without_overlong(problems, args)
     check_tokenizer(tokenizer, args)
     refuse_wrapped(problems, args)
@@ -254,9 +255,9 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     for problem, ids in zip(problems, found, strict=True):
         problem.prompt_ids = np.asarray(ids, dtype=np.int32)
     empty = not all(map(len, found))
-    alike = all(np.array_equal(ids, found[0]) for ids in found) and any(
-        p.messages != problems[0].messages for p in problems
-    )
+    different = any(problem.messages != problems[0].messages for problem in problems)
+    rendered = {problem.prompt_ids.tobytes() for problem in problems}
+    alike = different and len(rendered) == 1
     if problems and (empty or alike):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         refuse(f"{template} does not render the messages: it must write message['content'] for message in messages")

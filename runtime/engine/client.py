@@ -104,8 +104,10 @@ class Engine:
         for place, number, seed in requests:
             if place % self.count in self.own:
                 problem = problems[place]
+                if not mine or mine[-1][0][0] != place:
+                    ids = list(map(int, problem.prompt_ids))
                 row = [problem.row, problem.opening] if self.episodes and not sampling["ignore_eos"] else []
-                mine.append(((place, number), list(map(int, problem.prompt_ids)), seed, *row))
+                mine.append(((place, number), ids, seed, *row))
         batch = Batch(next(self.numbers), problems, chosen or [], {request[0] for request in mine})
         if mine:
             self.batches[batch.number] = batch

@@ -62,13 +62,13 @@ def most_sequences(args, max_num_seqs: int, ranks: int) -> int:
     return min(max_num_seqs, max(trained, evaluated))
 
 
-def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
+def cpu_cache(args, model: Model | None, itemsize: int, ranks: int, most: float = 0) -> float:
     """Return the bytes of the KV cache on a CPU: the longest sequences and a quarter more, or what memory there is.
 
-    That is an eighth of what is free, at least 0.5 GiB. The quarter is for models whose layers differ, of which vLLM
-    rounds up the groups. It rejects less than a sequence of full length needs and a block that stays empty.
+    That is an eighth of all, at least 0.5 GiB, or ``most``. The quarter is for models whose layers differ: vLLM rounds
+    up their groups. It rejects less than a sequence of full length needs and a block that stays empty.
     """
-    most = max(0.5 * memory.GIB, process.free_memory() / 8)
+    most = most or max(0.5 * memory.GIB, process.free_memory("MemTotal") / 8)
     if model is None or model.recurrent:
         return 0.5 * memory.GIB
     size = args.engine_args.get("block_size", CPU_BLOCK)
@@ -79,8 +79,6 @@ def cpu_cache(args, model: Model | None, itemsize: int, ranks: int) -> float:
     block = size * model.cache_numbers * itemsize
     wanted = 1.25 * sequences * longest * block
     least = 1.25 * (full + 1) * block
-    if wanted > most:
-        process.warn_once(f"the KV cache has {most / wanted:.0%} of what {sequences} sequences of full length need")
     return max(min(most, wanted), least)
 
 
@@ -152,7 +150,11 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
     else:
         save_time_and_memory()
-        cache = cpu_cache(args, read_model(args.model), dtype.itemsize, world_size)
+        of_model = (args, read_model(args.model), dtype.itemsize, world_size)
+        cache = cpu_cache(*of_model)
+        needed = cpu_cache(*of_model, most=math.inf)
+        if cache < needed:
+            process.print_on_rank_0("the KV cache holds a part of the sequences: kv_cache_memory_bytes of --vllm_args")
         usual = {"kv_cache_memory_bytes": int(cache)}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = CPU_BLOCK

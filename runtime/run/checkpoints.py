@@ -225,7 +225,8 @@ class Checkpoints:
             "parts": {name: vars(thing) for name, thing in self.plain.items()},
         }
         (partial / "state.json").write_text(json.dumps(state, default=place) + "\n")
-        np.savez(partial / "arrays.npz", **{kind: np.concatenate(parts) for kind, parts in arrays.items()})
+        whole = {kind: np.concatenate(parts) for kind, parts in arrays.items()}
+        np.savez(partial / "arrays.npz", allow_pickle=False, **whole)
 
     def _manifest(self, partial: Path) -> dict[str, tuple[int, str]]:
         """Return (size, SHA-256) of every file by name, on all ranks. Each rank reads its share of the files."""

@@ -235,7 +235,8 @@ def prompts_digest(rows: str, *parts: Sequence[Problem]) -> str:
     """Hash what all ranks must have read: the rows, by their ``data_digest``, and the ids of their prompts."""
     digest = hashlib.sha256(rows.encode())
     for p in itertools.chain(*parts):
-        digest.update(np.array([len(p.prompt_ids), *p.prompt_ids], dtype=np.int64).tobytes())
+        ids = np.asarray(p.prompt_ids, dtype=np.int32)
+        digest.update(f"{len(ids)} ".encode() + ids.tobytes())
     return digest.hexdigest()
 
 

@@ -457,9 +457,9 @@ def usable_cores() -> float:
     return bound
 
 
-def free_memory() -> float:
-    """Return each rank's share of the memory that this node has left, or of its container's limit if that is less."""
-    left = [1024 * int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])]
+def free_memory(kind: str = "MemAvailable") -> float:
+    """Return each rank's share of the memory of this kind that its node has, or of its container's limit if less."""
+    left = [1024 * int(Path("/proc/meminfo").read_text().partition(f"{kind}:")[2].split()[0])]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # ValueError: "max"
             left.append(int(Path(file).read_text()))
@@ -469,13 +469,17 @@ def free_memory() -> float:
 def choose_allocator() -> None:
     """Start this program again, within half a second, with what glibc's allocator reads only then; not beside a GPU.
 
-    It keeps no freed blocks for each thread, between which tensors of one size would not fit into each other's places,
-    and uses huge pages. docs/maintainers/memory.md has what that is worth. The user's own GLIBC_TUNABLES win.
+    A step frees and allocates tensors as large as the model several times: what is freed is kept, no thread keeps small
+    blocks of its own, between which they would not fit into each other's places, and pages are huge
+    (docs/maintainers/memory.md). The user's own GLIBC_TUNABLES win.
     """
     gpu = Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
-    if "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux" and not gpu and sys.gettrace() is None:
-        os.environ["GLIBC_TUNABLES"] = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    again = sys.argv[0] not in ("", "-") and not {"pdb", "pydevd", "IPython"} & sys.modules.keys()
+    if again and "GLIBC_TUNABLES" not in os.environ and sys.platform == "linux" and not gpu:
+        settings = ("tcache_count=0", "hugetlb=1", "mmap_max=0", f"trim_threshold={2**31 - 1}")
+        os.environ["GLIBC_TUNABLES"] = ":".join(f"glibc.malloc.{setting}" for setting in settings)
+        with contextlib.suppress(OSError):
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def prepare_environment(dtype: str = "auto") -> None:
@@ -483,15 +487,9 @@ def prepare_environment(dtype: str = "auto") -> None:
 
     ``dtype``: ``--dtype``. vLLM's attention for fp32 on GPUs is a Triton kernel, which multiplies in tf32 by default:
     an error of 1e-3, where ``--max_logprob_diff`` allows 1e-4 nats. bf16 has no such products.
-
-    Freed memory is kept, because a step frees and allocates tensors as large as the model several times: to get them
-    from the kernel page by page took a fifth of an update (135M parameters in fp32, two cores).
     """
     gc.set_threshold(10_000)  # with 700, the garbage collector searches the million objects of the imports seven times
     atexit.register(end_quickly)
-    for option, value in ((-1, 2**31 - 1), (-4, 0)):  # M_TRIM_THRESHOLD, M_MMAP_MAX
-        with contextlib.suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).mallopt(option, value)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -505,6 +503,7 @@ def prepare_environment(dtype: str = "auto") -> None:
         "VLLM_NO_USAGE_STATS": "1",  # it would report model and hardware over the network
         "GOMP_SPINCOUNT": "3000",  # then a waiting thread sleeps; with 300,000 it blocks a core that others need
         "OMP_WAIT_POLICY": "active",  # 1,000 rounds, not 100, where threads of trainer and engine are more than cores
+        "KMP_BLOCKTIME": "200",  # milliseconds, as usual: with that policy Intel's and LLVM's OpenMP would not sleep
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",

@@ -127,12 +127,6 @@ def activations(args, model: Model, setting: Setting, tokens: int) -> float:
     return tokens * (kept * layers + number * model.hidden * model.layers)
 
 
-def step_arrays(args) -> float:
-    """Return the bytes of a step's flat arrays: 31 for each response token of all ranks, and 12 less without a KL."""
-    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
-    return 31 * samples * args.max_response_length
-
-
 def logits(args, model: Model, setting: Setting, tokens: int) -> float:
     """Return the bytes of the logits of so many tokens and their gradient, or of an exact KL, which has nine arrays."""
     count = tokens * model.vocabulary
@@ -185,11 +179,13 @@ def predict(args, model: Model, setting: Setting, size: Sizes) -> dict[str, floa
     # At its end: buckets of gradients, their copies, and those of a tied head in fp32.
     reduction = 3 * setting.itemsize * (REDUCE_BUCKET[on_gpu] + head) + 4 * head + gathered
 
+    samples = args.num_unique_prompts_rollout * args.num_samples_per_prompt_rollout
+    arrays = 31 * samples * args.max_response_length  # a step's flat arrays of all ranks, without a KL 12 less
     stays = not on_gpu or args.vllm_sleep == "off"  # the engine, during an update
     training = {
         "weights": states["param"] + states["ref"] + engine * stays,
         "gradients and optimizer": states["gradients"] + states["optimizer"],
-        "activations": max(backward, reduction, flat, visitor + rows) - rows + step_arrays(args),
+        "activations": max(backward, reduction, flat, visitor + rows) - rows + arrays,
         "logits": rows,
         "KV cache": cache * stays,
         "process": CUDA if on_gpu else PROCESS[args.rollout],
