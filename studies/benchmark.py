@@ -12,8 +12,7 @@ would take at the measured rates without any overhead.
 ``run`` starts the command --repeats times, and as often by the code of another checkout (``git worktree add``). Only
 there is the engine, with sampling and pushes.
 
-Alternatives are timed in turn (A B A B): the speed of a machine drifts within minutes, the ratio of neighboring
-measurements hardly does.
+Alternatives are timed in turn (A B A B): within minutes a machine's speed drifts, the ratio of neighbors hardly does.
 """
 
 from __future__ import annotations
@@ -362,6 +361,7 @@ def main_run(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    process.choose_allocator()
     mode, *rest = sys.argv[1:] or ["step"]
     if mode == "run":
         main_run(rest)

@@ -1,7 +1,6 @@
 """Run many command lines of a training script on CPUs, without importing the libraries again for each.
 
-    printf '%s\\n' "--beta 0.1 --seed 1" "--beta 0.1 --seed 2" | python studies/run_many.py grpo.py --lanes 2 \\
-        --threads 1
+    printf '%s\\n' "--beta 0.1 --seed 1" "--beta 0.1 --seed 2" | python studies/run_many.py grpo.py --lanes 2
 
 ``RUN=lines scripts/sweeps/kl.sh | python studies/run_many.py grpo.py --lanes 2`` runs a sweep this way.
 
@@ -222,4 +221,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    process.choose_allocator()
     raise SystemExit(main())
