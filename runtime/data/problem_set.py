@@ -565,7 +565,7 @@ def check_enough(training: list[Problem], evaluation: list[Problem], args) -> No
             has = f"{len(training)} distinct problems{filtered} that are not evaluated on"
         else:
             has = f"{len(training) + len(evaluation)} distinct problems{filtered}"
-            has += f"; --eval_prompts {args.eval_prompts} leaves {len(training)}"
+            has += f"; --eval_prompts {args.eval_prompts} (give a smaller one) leaves {len(training)}"
         if args.environment is not None:
             has += ", where equal rows are one problem (give each a column of its own, for example seed)"
         refuse(

@@ -323,7 +323,7 @@ def check_nothing_is_lost(folder: Path, args) -> None:
             f"--overwrite starts it from scratch, --seed or --exp_name start another"
         )
     if done > 0:
-        print_on_rank_0(f"{folder} stopped after step {done} without a checkpoint: starting from scratch")
+        print_on_rank_0(f"{folder} has {done} steps and no checkpoint to continue from: starting from scratch")
 
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:

@@ -176,7 +176,7 @@ def test_without_any_checkpoint(stopped, tmp_path, capsys):
     args = copy_of(stopped, tmp_path)
     shutil.rmtree(folder_of(args) / "checkpoints")
     assert directory.open_run(args, grpo.Args())[1] is None
-    assert "stopped after step 3 without a checkpoint" in capsys.readouterr().out
+    assert "has 3 steps and no checkpoint" in capsys.readouterr().out
     off = dataclasses.replace(args, save_every=0, save_minutes=0.0)
     (folder_of(args) / "model").mkdir()
     assert directory.open_run(dataclasses.replace(args, total_steps=6, save_minutes=30.0), grpo.Args())[1] is None
