@@ -53,7 +53,7 @@ def test_a_published_mistake_is_found_where_it_is(edit, tmp_path):
 @pytest.mark.parametrize("edit", [*ALSO, *SUBTLE, *unseen("mistake")], ids=lambda edit: edit.name)
 def test_a_further_mistake_is_found_by_its_part(edit, tmp_path):
     if not edit.parts:
-        pytest.skip("no part looks at evaluations, or at the seeds of vLLM's thread")
+        pytest.skip("no part looks at evaluations or at the seeds of vLLM's thread; other advantages are a note")
     parts = map(str, sorted(edit.parts))
     code, report, printed = check(edit.text(), tmp_path, *edit.flags, "--parts", *parts)
     assert code == 1 and set(edit.parts) & set(report["failed"]), printed
