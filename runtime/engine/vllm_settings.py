@@ -99,13 +99,13 @@ def save_time_and_memory() -> None:
     """Leave out two things that vLLM does on CPUs for nothing. Call it before an engine is built.
 
     It compiles a function that counts the tokens which are likelier than the sampled one, and calls it for each: 14 s
-    of a user's first run. Nothing here reads such ranks: they are 0. And it packs every embedding
-    for matrix products, a copy that every push makes again, although only that of the head is multiplied with.
+    of a user's first run. Nothing here reads such ranks: they are 0. And it packs every embedding for matrix products,
+    a copy that every push makes again, although as a rule only that of the head is multiplied with.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = lambda x_BV, _: torch.zeros(len(x_BV), dtype=torch.int64)
+    sampler.batched_count_greater_than = lambda x_BV, _: torch.zeros(len(x_BV)).long()
     if not hasattr(UnquantizedEmbeddingMethod, "pack"):
         UnquantizedEmbeddingMethod.pack = UnquantizedEmbeddingMethod.process_weights_after_loading
         UnquantizedEmbeddingMethod.process_weights_after_loading = pack_at_first_use
@@ -150,11 +150,11 @@ def engine_settings(args, dtype: torch.dtype, world_size: int) -> dict[str, Any]
         usual["kernel_config"] = {"enable_flashinfer_autotune": False}  # minutes, where it is found
     else:
         save_time_and_memory()
-        of_model = (args, read_model(args.model), dtype.itemsize, world_size)
+        of_model = args, read_model(args.model), dtype.itemsize, world_size
         cache = cpu_cache(*of_model)
-        needed = cpu_cache(*of_model, most=math.inf)
-        if cache < needed:
-            process.print_on_rank_0("the KV cache holds a part of the sequences: kv_cache_memory_bytes of --vllm_args")
+        needed = cpu_cache(*of_model, math.inf)
+        if cache < needed and "kv_cache_memory_bytes" not in args.engine_args:
+            process.print_on_rank_0("the KV cache is too small for all sequences at once: see kv_cache_memory_bytes")
         usual = {"kv_cache_memory_bytes": int(cache)}
         usual["enforce_eager"] = True  # compiling takes longer than a short run
         usual["block_size"] = CPU_BLOCK

@@ -1,4 +1,4 @@
-"""What vLLM does on CPUs for nothing: nothing is compiled, and no embedding is packed before it is multiplied with."""
+"""Work that is left out on CPUs: nothing is compiled, and no embedding is packed before it is multiplied with."""
 
 from __future__ import annotations
 
