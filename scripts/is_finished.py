@@ -58,7 +58,7 @@ def state(args, defaults) -> tuple[int, str]:
     except ValueError as error:  # the run itself would end with the remedy
         return LEAVE, f"damaged: {folder}/config.json cannot be read ({error})"
     args = as_it_would_start(args, config)
-    other, _ = identity.changed_arguments(config["args"], args, resolved=True)
+    other, _ = identity.changed_arguments(config["args"], args)
     if other:
         return LEAVE, f"another run: {folder}: {', '.join(other[:5])}"
     lacks = directory.unfinished(folder, args)

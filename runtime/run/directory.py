@@ -132,7 +132,7 @@ def check_earlier_run(folder: Path, args) -> None:
         config = config_of(folder)
     except ValueError as error:
         refuse(f"{folder}/config.json cannot be read ({error}); remove this file to resume from the checkpoints there")
-    other, _ = changed_arguments(config["args"], args, resolved=True)
+    other, _ = changed_arguments(config["args"], args)
     if other:
         change = ", ".join(other[:5])
         refuse(f"{folder} holds a run of another configuration ({change}); choose another --run_name or --exp_name")
@@ -328,7 +328,7 @@ def check_nothing_is_lost(folder: Path, args) -> None:
 
 def check_same_run(start: Path, state: dict[str, Any], args) -> None:
     """Reject a checkpoint of another configuration, of other code, or of other data or models."""
-    other, _ = changed_arguments(state["args"], args, resolved=True)
+    other, _ = changed_arguments(state["args"], args)
     if other:
         refuse(f"{start} belongs to a run of another configuration ({', '.join(other[:5])}); choose another --run_name")
     data = state.get("inputs", {}).get("--dataset")
@@ -350,7 +350,7 @@ def report_changes(start: Path, state: dict[str, Any], args, world_size: int) ->
     print_on_rank_0(f"resuming after step {state['step']}, from {start}")
     if state["world_size"] != world_size:
         print_on_rank_0(f"  changed: {state['world_size']} rank(s) there, {world_size} here: equal up to rounding")
-    _, allowed = changed_arguments(state["args"], args, resolved=True)
+    _, allowed = changed_arguments(state["args"], args)
     for line in filter(None, [*allowed, difference(state, args)]):
         print_on_rank_0(f"  changed: {line}")
     new = versions()

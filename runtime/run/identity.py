@@ -18,7 +18,6 @@ from runtime.arguments.flags import (
     MAY_CHANGE,
     PRESENTATION,
     identity_value,
-    is_open,
 )
 from runtime.arguments.values import ModelName
 from runtime.system import user_files
@@ -28,7 +27,6 @@ from runtime.system.process import (
     versions,
 )
 from runtime.system.redaction import redact_values
-from runtime.training import derived_defaults
 from runtime.training.model_files import digests_of_files, files_digest
 
 NAMED = re.compile(r"\w+(?:\.\w+)+:\w+")  # a text that is the name of an object of the project, for user_files.find
@@ -39,27 +37,16 @@ def recorded(args) -> dict[str, Any]:
     return redact_values(json.loads(json.dumps(dataclasses.asdict(args))))
 
 
-def changed_arguments(theirs: dict[str, Any], args, resolved: bool = False) -> tuple[list[str], list[str]]:
+def changed_arguments(theirs: dict[str, Any], args) -> tuple[list[str], list[str]]:
     """Compare the arguments with those of an earlier run, and describe the differences in words.
 
     Returns two lists: the arguments that make it another run, and those that may change between the parts of one run.
-
-    Args:
-        theirs: the values with which the other run went, also of flags that it left open.
-        args: compared value by value.
-        resolved: flags that were left open have their values (``derived_defaults.fill``). Otherwise those that follow
-            from the model are read from it, and those that only the data would tell count as equal.
+    Of both runs, flags that were left open have their values (``derived_defaults.fill``).
     """
     theirs = redact_values(theirs)
-    ours = recorded(args)
     other = []
     allowed = []
-    for name, value in ours.items():
-        unknown = not resolved and is_open(args, name) and value == getattr(type(args), name)
-        if unknown and value != theirs.get(name):
-            if name in (*derived_defaults.open_lengths(args), "total_steps"):
-                continue
-            value, _ = derived_defaults.by_model(args).get(name, (value, ""))
+    for name, value in recorded(args).items():
         if value != theirs.get(name):
             words = f"--{name} {theirs.get(name)} there, {value} here"
             same = name in MAY_CHANGE or identity_value(name, value) == identity_value(name, theirs.get(name))

@@ -183,7 +183,6 @@ def test_what_was_chosen_is_the_runs_own(gsm8k, tiny, tmp_path):
     config = json.loads(json.dumps(recorded(args)))
     assert config["max_response_length"] == 1024
     assert changed_arguments(config, filled(parsed(*words))[0]) == ([], [])
-    assert changed_arguments(config, bare) == ([], []), "scripts/is_finished.py reads no data"
     gsm8k.write_text(gsm8k.read_text() + json.dumps({"question": "word " * 200, "answer": "#### 1"}) + "\n")
     other, _ = changed_arguments(config, filled(parsed(*words))[0])
     assert [line.split()[0] for line in other] == ["--max_prompt_length"]
