@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -20,7 +21,7 @@ import numpy as np
 from runtime.arguments.flags import MAY_CHANGE, identity_value, is_open, total_steps
 from runtime.data.samples import Problem
 from runtime.run.identity import changed_arguments, difference
-from runtime.run.run_files import config_of, records
+from runtime.run.run_files import config_of, read_config, records
 from runtime.system import user_files
 from runtime.system.process import HELD, file_digest, lock_holder, print_on_rank_0, rank, refuse, versions, write_whole
 from runtime.system.redaction import redact_values
@@ -104,20 +105,14 @@ def check_is_a_run(folder: Path, args) -> None:
     """
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     in_the_way = found & set(LEFT if args.overwrite else WRITTEN)
-    if in_the_way and not saved_steps(folder) and not has_config(folder):
+    with contextlib.suppress(OSError, ValueError):
+        config_of(folder)
+        return
+    if in_the_way and not saved_steps(folder):
         refuse(
             f"{folder} is not the folder of a run (it has no config.json of one), but holds "
             f"{', '.join(sorted(in_the_way)[:4])}; choose another --run_name, or remove these files"
         )
-
-
-def has_config(folder: Path) -> bool:
-    """Return True if a folder has a config.json with the arguments of a run."""
-    try:
-        config_of(folder)
-    except (OSError, ValueError):
-        return False
-    return True
 
 
 def left_by_a_run(folder: Path) -> list[Path]:
@@ -150,9 +145,7 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
     """Return the values this run's first machine chose for flags left open; empty for a run that begins here."""
     if args.resume not in ("auto", "never"):
         folder = Path(args.resume).absolute().parent.parent
-    if args.overwrite or not has_config(folder):
-        return {}
-    return config_of(folder).get("resolved", {})
+    return {} if args.overwrite else read_config(folder).get("resolved", {})
 
 
 def check_writable(args, folder: Path) -> None:
