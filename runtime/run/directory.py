@@ -150,19 +150,12 @@ def earlier_choices(args, folder: Path) -> dict[str, Any]:
 
 def check_writable(args, folder: Path) -> None:
     """Reject a folder in which no file can be made, by making one without a name."""
-    place = existing(folder)
+    whole = folder.absolute()
+    place = next(place for place in (whole, *whole.parents) if os.path.lexists(place))
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:
         refuse(f"--output_dir {args.output_dir}: {place} cannot be written ({error.strerror}); choose another folder")
-
-
-def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    place = folder.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    return place
 
 
 FIRST_FIELD = re.compile(r'\{"step": (-?[0-9]+)[,}]')
