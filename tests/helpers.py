@@ -253,11 +253,12 @@ def leave_nothing() -> None:
 
     A thread that computes while the interpreter ends aborts it.
     """
+    from filelock import FileLock
+
     from runtime.engine.client import Engine
-    from runtime.system.process import FolderLock
 
     things = gc.get_objects()
-    for lock in [thing for thing in things if isinstance(thing, FolderLock)]:
+    for lock in [thing for thing in things if isinstance(thing, FileLock)]:
         lock.release()
     for engine in [thing for thing in things if isinstance(thing, Engine)]:
         if not hasattr(engine, "thread"):  # a test made it without starting it

@@ -24,7 +24,7 @@ from runtime.run.directory import cut_back, last_step, left_by_a_run
 from runtime.run.identity import code_of, inputs_of, recorded, script_of
 from runtime.run.run_files import control_of, read_config, records
 from runtime.system import git, library_logs, user_files
-from runtime.system.process import PROJECT, FolderLock, print_on_rank_0, usable_cores, versions, write_whole
+from runtime.system.process import PROJECT, lock_folder, print_on_rank_0, usable_cores, versions, write_whole
 from runtime.system.redaction import redact, redact_words, secret_values
 from runtime.training import memory
 from runtime.training.memory import GIB, Sizes
@@ -233,8 +233,7 @@ class RunLog:
             library_logs.write_to(None)
             return
         folder.mkdir(parents=True, exist_ok=True)
-        self.lock = FolderLock(folder)
-        self.lock.acquire()
+        self.lock = lock_folder(folder)
         for path in left_by_a_run(folder) if args.overwrite else ():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -54,30 +54,21 @@ def alone(lock: Path, words: str) -> Iterator[None]:
         held.release()
 
 
-class FolderLock:
-    """Holds the folder of a run until ``release`` or the end of the process: two writers would spoil both runs.
+def lock_folder(folder: Path) -> FileLock:
+    """Hold the folder of a run until ``release`` or the end of the process: two writers would spoil both runs.
 
-    The file ``lock`` names its holder ("process 4711 on node3").
+    The file ``lock`` names its holder ("process 4711 on node3"). Exits with code HELD where a running process has it.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / "lock"
-        self.lock = FileLock(self.file, thread_local=False)
-
-    def acquire(self) -> None:
-        """Take the lock, or end with exit code HELD where a running process has it."""
-        try:
-            self.lock.acquire(timeout=PROBE_SECONDS)
-        except Timeout:
-            holder = self.file.read_text().strip()
-            refuse(f"{self.file.parent} is in use by a running process ({holder})", HELD)
-        except OSError as error:  # a file system without locks
-            print(f"warning: {self.file.parent} cannot be locked ({error}); make sure that no second run writes there")
-        self.file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-
-    def release(self) -> None:
-        """Let other runs have the folder."""
-        self.lock.release()
+    file = folder / "lock"
+    lock = FileLock(file, thread_local=False)
+    try:
+        lock.acquire(timeout=PROBE_SECONDS)
+    except Timeout:
+        refuse(f"{folder} is in use by a running process ({file.read_text().strip()})", HELD)
+    except OSError as error:  # a file system without locks
+        print(f"warning: {folder} cannot be locked ({error}); make sure that no second run writes there")
+    file.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    return lock
 
 
 HELD = 73  # exit code of a run whose folder another process has (EX_CANTCREAT): not an error of its arguments

@@ -245,8 +245,7 @@ import sys, time
 from pathlib import Path
 from runtime.system import process
 
-lock = process.FolderLock(Path(sys.argv[1]))
-lock.acquire()
+lock = process.lock_folder(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -260,15 +259,14 @@ def test_the_lock_of_a_folder_ends_with_its_process(tmp_path, capsys):
         assert holder.stdout.readline() == "held\n"
         assert process.lock_holder(tmp_path).startswith(f"process {holder.pid} on ")
         with pytest.raises(SystemExit) as end:
-            process.FolderLock(tmp_path).acquire()
+            process.lock_folder(tmp_path)
         assert end.value.code == process.HELD
         assert f"is in use by a running process (process {holder.pid} on " in capsys.readouterr().err
     finally:
         holder.kill()
         holder.wait()
     assert process.lock_holder(tmp_path) == ""
-    mine = process.FolderLock(tmp_path)
-    mine.acquire()
+    mine = process.lock_folder(tmp_path)
     assert process.lock_holder(tmp_path).startswith(f"process {os.getpid()} on ")
     mine.release()
 
