@@ -58,6 +58,4 @@ def decided(choices: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the choices for all ranks: sizes of the smallest GPU, all else of the oldest, of equal ones rank 0's."""
     oldest = min(choices, key=lambda choice: choice["capability"])
     smallest = min(choices, key=lambda choice: choice["card"])
-    sizes = smallest["sizes"]
-    card = smallest["card"]
-    return oldest | {"sizes": sizes, "card": card}
+    return oldest | {"sizes": smallest["sizes"]}
