@@ -18,6 +18,7 @@ class Wandb:
 
     def __init__(self, run: Any):
         self.run = run
+        self.finish = run.finish
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Log the values of a step."""
@@ -28,10 +29,6 @@ class Wandb:
             if isinstance(value, list):
                 tables[name] = wandb.Table(list(COLUMNS), value)
         self.run.log(values | tables, step=step)
-
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
 
 
 def start_wandb(folder: Path, config: dict[str, Any]) -> Wandb | None:

@@ -177,8 +177,8 @@ def test_trackers_get_samples_every_ten_steps_and_of_evaluations(tmp_path, monke
 
 def test_wandb_gets_no_name_that_is_too_long(tmp_path, monkeypatch):
     """It takes 128 characters, as many as a name has that follows from the arguments; the id is the run's own."""
-    given = []
-    wandb = SimpleNamespace(Settings=dict, init=lambda **options: given.append(options["name"]))
+    given, run = [], SimpleNamespace(finish=None)
+    wandb = SimpleNamespace(Settings=dict, init=lambda **options: given.append(options["name"]) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     names = ["short", "x" * 128, "x" * 130, "x" * 129 + "y"]
     for name in names:
