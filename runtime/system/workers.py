@@ -41,13 +41,11 @@ def loaded_files() -> list[Path]:
     return sorted(path for path in paths if path.is_relative_to(process.PROJECT) and path.is_file())
 
 
-def loaded_code() -> dict[Path, str]:
+@functools.cache  # first called at the start of a run
+def code_of_run() -> dict[Path, str]:
     """Return the SHA-256 of each of ``loaded_files``, and of what may be loaded by name later (``user_files.find``)."""
     by_name = [path for folder in ("graders", "runtime") for path in (process.PROJECT / folder).rglob("*.py")]
     return {path: process.file_digest(path) for path in {*loaded_files(), *by_name}}
-
-
-code_of_run = functools.cache(loaded_code)  # first called at the start of a run
 
 
 def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
@@ -55,13 +53,11 @@ def changed_files(code: dict[Path, str], files: Iterable[Path]) -> list[str]:
     return [path.name for path in files if not path.is_file() or code.get(path) != process.file_digest(path)]
 
 
-def raise_file_limit() -> int:
-    """Raise the limit of open files to the hard one, and return it. The soft limit of a login is 1,024, as a rule."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def raise_file_limit() -> None:
+    """Raise the limit of open files to the hard one. The soft limit of a login is 1,024, as a rule."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 class BareProcess(multiprocessing.context.SpawnProcess):
