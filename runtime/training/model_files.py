@@ -8,7 +8,6 @@ import json
 import math
 import os
 import pickle
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,23 +231,13 @@ def check_files(folder: Path, files: set[str], flag: str) -> None:
         if not name.endswith((".safetensors", ".bin", ".json", ".model")) or not (folder / name).is_file():
             continue
         with open(folder / name, "rb") as file:
-            start = file.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
-            refuse(f"{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
-        archive = name.startswith("pytorch_model") and name.endswith(".bin") and start[:1] != b"\x80"  # no old pickle
-        if (archive or name.endswith(".safetensors")) and not is_whole(folder / name):
-            refuse(f"{flag} {folder}: {name} is empty or only a part of a file of weights; copy it again")
-
-
-def is_whole(path: Path) -> bool:
-    """Return False for a file of weights of which a part is missing."""
-    if path.suffix == ".bin":
-        return zipfile.is_zipfile(path)
-    try:
-        with safe_open(path, "np"):
-            return True
-    except (OSError, ValueError, SafetensorError):
-        return False
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                refuse(f"{flag} {folder}: {name} is a pointer of Git LFS, not the file; run `git lfs pull` there")
+        if name.endswith(".safetensors"):
+            try:
+                safe_open(folder / name, "np")
+            except (OSError, ValueError, SafetensorError):
+                refuse(f"{flag} {folder}: {name} is empty or only a part of a file of weights; copy it again")
 
 
 def check_weights(folder: Path, files: set[str], flag: str) -> None:

@@ -80,16 +80,9 @@ def lose_a_shard(folder: Path) -> None:
     next(folder.glob("model-00002-of-*.safetensors")).unlink()
 
 
-def cut_an_archive(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    cut(folder / "pytorch_model.bin")
-
-
 DAMAGED = {
     "model.safetensors is empty or only a part": lambda folder: cut(folder / "model.safetensors"),
     "model.safetensors.index.json names model-00002-of-": lose_a_shard,
-    "pytorch_model.bin is empty or only a part": cut_an_archive,
     "has model.fp16.safetensors, but not": lambda folder: shutil.move(
         folder / "model.safetensors", folder / "model.fp16.safetensors"
     ),
