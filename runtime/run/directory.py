@@ -283,16 +283,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
     for partial in sorted((folder / "checkpoints").glob("step_*.partial")):
         print_on_rank_0(f"skipping {partial}: the save was not finished")
     steps = saved_steps(folder)
-    start = None
     for _, checkpoint in reversed(steps):
         wrong = damage(checkpoint)
         if not wrong:
-            start = checkpoint
-            break
+            return checkpoint
         print_on_rank_0(f"skipping {checkpoint}: {wrong}")
-    if steps and start is None:
+    if steps:
         refuse(f"{folder}: no checkpoint is intact (see above); restore one from a copy, or pass --overwrite")
-    return start
+    return None
 
 
 def check_nothing_is_lost(folder: Path, args) -> None:
