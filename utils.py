@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,7 +36,7 @@ from runtime.data.samples import Problem, Sample, equal_rewards, is_correct, is_
 from runtime.engine import choices
 from runtime.run import directory, identity, logger, saving
 from runtime.system import process
-from runtime.system.process import refuse, resident_bytes, warn_once
+from runtime.system.process import refuse, warn_once
 from runtime.system.watchdog import Watch
 from runtime.training import deepspeed_zero, pretrained
 from runtime.training.attention import attention_inputs, check_mask_size
@@ -890,7 +891,7 @@ class Stopwatch:
         metrics["time/step"] = seconds
         metrics["perf/tokens_per_second"] = tokens / seconds
         metrics["perf/update_tokens_per_second"] = trained / self.seconds["update"]
-        metrics["perf/resident_gib"] = resident_bytes() / 2**30
+        metrics["perf/resident_gib"] = psutil.Process().memory_info().rss / 2**30
         if torch.cuda.is_available():
             metrics["perf/gpu_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics

@@ -514,11 +514,6 @@ def prepare_environment(dtype: str = "auto") -> None:
     quiet_libraries()
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Run the body, which builds an engine, without automatic garbage collections; collect once before it.
