@@ -413,7 +413,9 @@ def split_launch(engines: int, shards: int) -> int:
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")
     os.environ |= {"LAUNCH_WORLD_SIZE": str(size), "LAUNCH_LOCAL_WORLD_SIZE": here}
     if rank() >= trainers:
-        wait_for_the_trainers()
+        signal.set_wakeup_fd(-1)  # the trainers answer to signals, and need this rank until they have saved
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
         if shards == 1:
             see_one_gpu()
         return 0
@@ -430,13 +432,6 @@ def see_one_gpu() -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": str(own), "LOCAL_RANK": "0"}
     elif visible:
         os.environ |= {"CUDA_VISIBLE_DEVICES": visible.split(",")[own], "LOCAL_RANK": "0"}
-
-
-def wait_for_the_trainers() -> None:
-    """Make an engine's rank leave the answers to signals to the trainers, which need it until they have saved."""
-    signal.set_wakeup_fd(-1)
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.SIG_IGN)
 
 
 def usable_cores() -> float:
