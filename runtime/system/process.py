@@ -40,18 +40,13 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 @contextlib.contextmanager
 def alone(lock: Path, words: str) -> Iterator[None]:
     """Run the body while this process alone holds ``lock``, which its end releases. Report which lock it waits for."""
-    held = FileLock(lock)
-    patience = 2.0
-    while not held.is_locked:
-        try:
-            held.acquire(timeout=patience)
-        except Timeout:
-            print(f"{words}: waiting for the process that holds {lock}", flush=True)
-            patience = 10.0
     try:
+        held = FileLock(lock).acquire(timeout=2.0)
+    except Timeout:
+        print(f"{words}: waiting for the process that holds {lock}", flush=True)
+        held = FileLock(lock).acquire()
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def lock_folder(folder: Path) -> FileLock:
