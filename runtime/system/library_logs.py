@@ -57,9 +57,6 @@ def write_to(folder: Path | None) -> None:
     """
     handler = logging.NullHandler() if folder is None else logging.FileHandler(folder / "libraries.log", delay=True)
     handler.setFormatter(WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    before = waiting.target
     waiting.setTarget(handler)
     waiting.flush()
     waiting.capacity = 1  # nothing waits any longer
-    if before is not None:
-        before.close()
