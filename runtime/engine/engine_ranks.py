@@ -29,8 +29,6 @@ import torch.distributed as dist
 from runtime.system import network, process
 from runtime.system.watchdog import Mailbox, Outbox, Watch, board
 
-Weights = list[tuple[str, torch.Tensor]]
-
 
 def weights_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroup:
     """Create the group that broadcasts weights: trainer 0, which sends, then every rank of every engine.
@@ -148,7 +146,7 @@ class Engines:
             mine = [request for request in requests if request[0][0] % self.count == place // self.shards]
             self._send(line, ("generate", batch, mine, sampling))
 
-    def _send_weights(self, version: int, weights: Weights) -> None:
+    def _send_weights(self, version: int, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Send weights from trainer 0 to all engines. Returns once sent."""
         entries = [(name, tuple(weight.shape), weight.dtype) for name, weight in weights]
         self._send_all(("weights", version, entries))
