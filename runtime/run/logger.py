@@ -64,8 +64,6 @@ def print_header(args, run, chosen) -> None:
         f"the run    {total_steps} steps, {total_steps * samples} samples, {total_steps * updates} optimizer steps, "
         f"{epochs:.2f} epochs of the data",
     ]
-    if args.total_episodes is not None and args.total_episodes != total_steps * samples:
-        lines[-1] += f"; --total_episodes {args.total_episodes} is rounded down to whole steps"
     if args.reward_control != "none":
         lines.append(f"CONTROL    --reward_control {args.reward_control}: not the verifier's reward is trained on")
     if args.async_steps > 0:

@@ -44,12 +44,9 @@ def test_an_epoch_draws_every_problem_once_and_the_run_is_then_finished(tiny, tm
 
 
 @pytest.mark.integration
-def test_episodes_are_rounded_down_with_a_message(tiny, tmp_path, capsys):
+def test_episodes_are_rounded_down(tiny, tmp_path):
     metrics = run_here(tiny_args(tiny, tmp_path, total_episodes=47, eval_prompts=0))
     assert [m["episode"] for m in metrics] == [16, 32]
-    assert "--total_episodes 47 is rounded down to whole steps" in capsys.readouterr().out
-    run_here(tiny_args(tiny, tmp_path, total_episodes=16, eval_prompts=0, run_name="whole"))
-    assert "rounded down" not in capsys.readouterr().out
 
 
 @pytest.mark.integration
