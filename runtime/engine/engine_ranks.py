@@ -42,11 +42,6 @@ def weights_group(store: dist.Store, rank: int, size: int, timeout: float) -> di
     return dist.ProcessGroupGloo(shared, rank, size, patience)
 
 
-def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Send a tensor from rank 0 of the group into those of the others."""
-    group.broadcast(tensor, 0).wait()
-
-
 def own_device() -> torch.device:
     """Return the device of this rank, and make it the current device of the calling thread."""
     if not torch.cuda.is_available():
@@ -156,7 +151,7 @@ class Engines:
             device = own_device()
             try:
                 for _, weight in weights:
-                    broadcast(self.group, weight.detach().to(device).contiguous())
+                    self.group.broadcast(weight.detach().to(device).contiguous(), 0).wait()
                     Watch.heartbeat()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
@@ -289,5 +284,5 @@ def received(group: dist.ProcessGroup, entries: list[tuple]) -> Iterator[tuple[s
     device = own_device()
     for name, shape, dtype in entries:
         weight = torch.empty(shape, dtype=dtype, device=device)
-        broadcast(group, weight)
+        group.broadcast(weight, 0).wait()
         yield name, weight

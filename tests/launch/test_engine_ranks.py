@@ -112,15 +112,16 @@ import grpo
 from runtime.engine import engine_ranks
 
 if __name__ == "__main__":  # the reward workers import this file
-    plain, calls = engine_ranks.broadcast, []
+    plain, calls = engine_ranks.received, []
 
-    def stops(group, tensor):
-        plain(group, tensor)
-        calls.append(1)
-        if group.rank() > 0 and len(calls) == 80:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def stops(group, entries):
+        for entry in plain(group, entries):
+            calls.append(1)
+            if len(calls) == 80:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield entry
 
-    engine_ranks.broadcast = stops
+    engine_ranks.received = stops
     args = tyro.cli(grpo.Args)
     grpo.main(args, grpo.preflight(args))
 """
