@@ -18,6 +18,8 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "data" / "templates"
 CHAT_TEMPLATES = {
     path.stem: path.read_text(encoding="utf-8").removesuffix("\n") for path in sorted(TEMPLATES.glob("*.jinja"))
 }
+# Names that a template reads and the project sets.
+TEMPLATE_ARGUMENTS = {"messages", "add_generation_prompt", "strftime_now"}
 
 
 class ModelName(NamedTuple):
@@ -69,6 +71,8 @@ def template_variables(text: str) -> dict[str, Any]:
     for name, value in found.items():
         if isinstance(value, str) and value.lower() in ("true", "false", "none", "null"):
             refuse(f"--chat_template: {name} is the text {value!r}, which counts as true; pass it without quotes")
+    if taken := found.keys() & TEMPLATE_ARGUMENTS:
+        refuse(f"--chat_template: {min(taken)} is set by the program and cannot be a variable; drop it")
     return found
 
 

@@ -221,6 +221,10 @@ CASES = {
         {"chat_template": '{"enable_thinking": "False"}'},
         ["--chat_template: enable_thinking", "without quotes"],
     ),
+    "a template variable of ours": (
+        {"chat_template": '{"add_generation_prompt": false}'},
+        ["--chat_template: add_generation_prompt", "drop it"],
+    ),
     "no config": ({"model_name_or_path": "PLACE/no_config"}, ["--model_name_or_path", "no config.json", "hub id"]),
     "no template": ({"model_name_or_path": "PLACE/no_template"}, ["--chat_template", "chatml", "question_answer"]),
     "unknown template": ({"chat_template": "nothing"}, ["--chat_template nothing", "chatml", "file"]),
