@@ -50,6 +50,7 @@ from graders.text import (
     number_of,
     without_delimiters,
 )
+from runtime.data.samples import Problem
 from runtime.system import user_files
 from runtime.system.process import refuse
 from runtime.system.verifier_pool import VerifierPool, names_of
@@ -655,7 +656,8 @@ def row_for(problem, args, step: int | None = None) -> dict:
 
 def try_own_verifiers(args, problems: list) -> None:
     """Try the user's own verifiers, for ``--dry_run``, and print two of their scores. Exit code 2 if one raises."""
-    own = {p.verifier: replace(p, row=row_for(p, args)) for p in problems}
+    last = {p.verifier: p for p in problems}
+    own = {name: Problem(p.messages, p.truth, name, row_for(p, args)) for name, p in last.items()}
     own = {name: p for name, p in own.items() if not set(names_of(name)) <= {*VERIFIERS, "reward_model"}}
     if not own or args.environment is not None:  # their rewards need an episode
         return
@@ -681,7 +683,7 @@ class Verifiers:
         first = {problem.verifier: problem for problem in reversed(problems)}
         self.pool = RewardPool(worker_count(), args.call_timeout, [*first], self.weights, args.allow_unsafe_code_exec)
         trial = {} if args.environment is None else {"episode": {"turns": [], "outcome": {"score": 0.0}}}
-        tried = [replace(problem, row=row_for(problem, args) | trial) for problem in first.values()]
+        tried = [Problem(p.messages, p.truth, name, row_for(p, args) | trial) for name, p in first.items()]
         wrong = self.pool.check(tried)
         if wrong:
             refuse(f"--verifier: {wrong}")

@@ -11,6 +11,7 @@ import itertools
 import json
 import random
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import copy_context
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.data.samples import Problem
+import numpy as np
+
+from runtime.data.samples import Problem, StoredProblem
 from runtime.data.sources import (
     FLAG,
     GYM,
@@ -81,6 +84,7 @@ class Columns:
     system: str | None  # system prompt
     replaces: bool  # whether it takes the place of a row's own; else it is for rows without one
     isolated: bool  # whether rows are checked with a sandbox for the verifier ``code``
+    by_row: bool  # whether equal prompts are two problems if their rows differ, as for an environment
 
 
 def value_of(row: dict[str, Any], key: str) -> Any:
@@ -187,7 +191,8 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     verifier = given or verifier
     may_run = "code" in verifier or verifier_key is not None
     isolated = may_run and not user_files.find("graders.code:prepare")(args.allow_unsafe_code_exec)
-    return Columns(prompt, truth, verifier, verifier_key, system, args.system_prompt is not None, isolated)
+    replaces, by_row = args.system_prompt is not None, args.environment is not None
+    return Columns(prompt, truth, verifier, verifier_key, system, replaces, isolated, by_row)
 
 
 def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
@@ -372,12 +377,18 @@ def _check_text(key: str, text: str) -> None:
         raise ValueError(f"has a {key!r} that is not UTF-8 text, at {around!r}") from None
 
 
-def check_row(row: Any, columns: Columns, check: Check) -> tuple[list[Problem], str]:
-    """Return (a list of the row's problem, ""), or ([], what is wrong with the row)."""
+def check_row(row: Any, columns: Columns, check: Check) -> tuple[Problem | None, str]:
+    """Return (the row's problem, ""), or (None, what is wrong with the row)."""
     try:
-        return [make_problem(row, columns, check)], ""
+        return make_problem(row, columns, check), ""
     except ValueError as error:
-        return [], str(error)
+        return None, str(error)
+
+
+def identity_of(problem: Problem, by_row: bool) -> str:
+    """Return a hash of what makes a problem another one: its prompt, and ``Columns.by_row`` its row."""
+    asked = [problem.messages, problem.row if by_row else problem.tools]
+    return hashlib.blake2b(json.dumps(asked, default=str).encode(), digest_size=16).hexdigest()
 
 
 def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
@@ -397,17 +408,33 @@ def report_bad_rows(bad: BadRows, count: int, source: str, args) -> None:
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
-def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, check: Check) -> dict[str, list[str]]:
-    """Return, for each row of a batch of a raw data set, a list of its problem as JSON, and what is wrong with the row.
+class Checked:
+    """The rows of a large source in its order, checked: columns that are mapped from the cache."""
 
-    The list of a bad row is empty.
-    """
-    found: dict[str, list[str]] = {"problem": [], "wrong": []}
+    # The problem as JSON, which is read when a step draws it, and what a start needs of all rows; "" of a wrong row.
+    COLUMNS = ("text", "identity", "record", "verifier", "wrong")
+
+    def __init__(self, dataset):
+        columns = dataset.with_format("arrow")[:]
+        self.dataset = dataset
+        self.texts = columns["text"]
+        self.records = np.array(columns["record"].to_pylist(), dtype="S32")
+        self.identities = columns["identity"]
+        self.verifiers = list(map(sys.intern, columns["verifier"].to_pylist()))
+        self.wrong = columns["wrong"].to_pylist()
+
+
+def _check_batch(batch: dict[str, list], places: list[int], columns: Columns, check: Check) -> dict[str, list[str]]:
+    """Return ``Checked.COLUMNS`` for the rows of a batch of a raw data set."""
+    found = []
     for row in rows_of(batch, places[0]):
-        problems, wrong = check_row(row, columns, check)
-        found["problem"].append(json.dumps([vars(problem) for problem in problems]))
-        found["wrong"].append(wrong)
-    return found
+        problem, wrong = check_row(row, columns, check)
+        values = ["", "", "", ""]
+        if problem is not None:
+            text = json.dumps({name: getattr(problem, name) for name in ("messages", "truth", "row", "tools")})
+            values = [text, identity_of(problem, columns.by_row), digest(problem.record()), problem.verifier]
+        found.append([*values, wrong])
+    return {name: [values[i] for values in found] for i, name in enumerate(Checked.COLUMNS)}
 
 
 def _batches(raws: list, size: int = 1000) -> Iterator[list]:
@@ -421,8 +448,8 @@ def _batches(raws: list, size: int = 1000) -> Iterator[list]:
             yield rows
 
 
-def check_large(source: str, raws: list, args, check: Check) -> Iterator[tuple[list[Problem], str]]:
-    """Yield ``check_row`` of each row of a source, computed by several processes or read from the cache.
+def check_large(source: str, raws: list, args, check: Check) -> list[Checked]:
+    """Check the rows of a source by several processes, or read the result from the cache.
 
     What a row becomes follows from the data, the arguments, and the code here, of ``check`` and of ``--verifier``:
     a change of any of them is checked again.
@@ -437,40 +464,44 @@ def check_large(source: str, raws: list, args, check: Check) -> Iterator[tuple[l
             code.append(own)
     rules = digest(repr([columns, args.allow_unsafe_code_exec]).encode(), digest_of_files(sorted(code)).encode())
     function = functools.partial(_check_batch, columns=columns, check=check)
-    kinds = dict.fromkeys(("problem", "wrong"), datasets.Value("string"))
+    kinds = dict.fromkeys(Checked.COLUMNS, datasets.Value("string"))
+    found = []
     for raw, files in raws:
         key = digest(rules.encode(), raw._fingerprint.encode())
         try:
-            checked = cached_map(raw, function, kinds, key, "checking rows")
+            found.append(Checked(cached_map(raw, function, kinds, key, "checking rows")))
         except BrokenLine as error:
             refuse_broken_line(files, error)
-        for batch in checked.iter(1000):
-            rows = json.loads(f"[{','.join(batch['problem'])}]")  # at once: they share the names of their fields
-            for found, wrong in zip(rows, batch["wrong"], strict=True):
-                yield [Problem(**problem) for problem in found], wrong
+    return found
 
 
 def read_problems(source: str, args, check: Check) -> dict[str, Problem]:
-    """Return all usable problems of one source, in its order, each prompt once; the key is the prompt as text."""
+    """Return all usable problems of one source, in its order, each prompt once; the key is ``identity_of`` it."""
     raws = [] if source.startswith(GYM) else read_source(source, args)
+    found: list[tuple[str, Problem | None]] = []  # of each row, with its ``identity_of``
+    wrong: list[str] = []
     if sum(len(raw) for raw, _ in raws) >= LARGE:
-        checked = list(check_large(source, raws, args, check))
+        for checked in check_large(source, raws, args, check):
+            problems = [StoredProblem(checked, place, verifier) for place, verifier in enumerate(checked.verifiers)]
+            found += zip(checked.identities.to_pylist(), problems, strict=True)
+            wrong += checked.wrong
     else:
         read = [gym_rows(source, args.seed)] if source.startswith(GYM) else _batches(raws)
         rows = [row for batch in read for row in batch]
         columns = look_at(source, [rows], args, check)
-        checked = [check_row(row, columns, check) for row in rows]
-    report_bad_rows([(index, wrong) for index, (_, wrong) in enumerate(checked) if wrong], len(checked), source, args)
-    problems = [problem for found, _ in checked for problem in found]
+        for problem, why in (check_row(row, columns, check) for row in rows):
+            found.append((identity_of(problem, columns.by_row) if problem else "", problem))
+            wrong.append(why)
+    report_bad_rows([(index, why) for index, why in enumerate(wrong) if why], len(wrong), source, args)
     name = source_name(source)
     distinct: dict[str, Problem] = {}
     contradicting = set()
-    for problem in problems:
-        problem.source = problem.source or name
-        asked = [problem.messages, problem.tools] if problem.tools else problem.messages
-        key = json.dumps(asked if args.environment is None else [problem.messages, problem.row], default=str)
-        if distinct.setdefault(key, problem).truth != problem.truth:
-            contradicting.add(key)
+    for key, problem in found:
+        if key:  # it is usable
+            problem.source = problem.source or name
+            first = distinct.setdefault(key, problem)
+            if first is not problem and first.truth != problem.truth:
+                contradicting.add(key)
     if contradicting:
         print_on_rank_0(
             f"warning: {FLAG.get()} {source}: {len(contradicting)} prompts stand in several rows with different ground "

@@ -8,14 +8,16 @@ import hashlib
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from runtime.data import problem_set
 from runtime.data.problem_set import Messages, check_enough
-from runtime.data.samples import Problem
+from runtime.data.samples import Problem, StoredProblem
 from runtime.data.sources import cached_map, digest
 from runtime.system.process import first_line, print_on_rank_0, refuse, warn_once
 
@@ -24,6 +26,7 @@ from runtime.system.process import first_line, print_on_rank_0, refuse, warn_onc
 # template writes where it is given none.
 TODAY = datetime.datetime(2024, 7, 26)
 
+LOOKED = 5000  # prompts, in the order of the seed, in which faults that most have are looked for
 WORDS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "####")  # in a response
 
 
@@ -59,7 +62,8 @@ def prompt_key(tokenizer, args) -> str:
     state = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else json.dumps(tokenizer.get_vocab())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     values = [args.template.variables, str(TODAY)]
-    text = json.dumps([state, given or tokenizer.get_chat_template(), given is None, special, values], sort_keys=True)
+    template = given or tokenizer.get_chat_template()
+    text = json.dumps([state, template, given is None, special, values], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -204,26 +208,33 @@ def render(
     return [ids if ids[:1] == [bos] else [bos, *ids] for ids in prompts]
 
 
-def _render_batch(batch: dict[str, list], places: list[int], **how) -> dict[str, list]:
-    """Return the token ids of a batch of conversations in JSON; ``how`` holds the arguments of ``render``."""
-    columns = [[json.loads(text) for text in batch[name]] for name in ("messages", "variables")]
-    return {"ids": render(columns[0], variables=columns[1], **how)}
+def ids_of(problems: list[Problem], tokenizer, args) -> list[list[int]]:
+    """Return the token ids of the problems' prompts. Raises Unrenderable."""
+    conversations = [conversation(problem, tokenizer) for problem in problems]
+    return render(conversations, tokenizer, args.template.text, variables_of(problems, args))
 
 
-def render_cached(dataset, tokenizer, args) -> list[np.ndarray]:
-    """Apply ``render`` to columns of JSON, messages and variables, in several processes, and cache the result."""
+def _render_batch(batch: dict, places: list, **how) -> dict:
+    """Return the token ids of a batch of ``Checked`` problems, none for rows that are wrong."""
+    problems = [Problem(verifier="", **json.loads(text)) for text in batch["text"] if text]
+    found = iter(ids_of(problems, **how))
+    return {"ids": [next(found) if text else [] for text in batch["text"]]}
+
+
+def render_cached(checked: problem_set.Checked, tokenizer, args) -> list[np.ndarray]:
+    """Apply ``ids_of`` to all rows of a large source, in several processes, and cache the result."""
     import datasets
 
-    how = {"tokenizer": tokenizer, "template": args.template.text}
-    function = functools.partial(_render_batch, **how)
+    own = SimpleNamespace(template=args.template)  # all of the arguments that is read
+    function = functools.partial(_render_batch, tokenizer=tokenizer, args=own)
     kinds = {"ids": datasets.List(datasets.Value("int32"))}
-    parts = (prompt_key(tokenizer, args), dataset._fingerprint)
-    key = digest(*(part.encode() for part in parts))
-    rendered = cached_map(dataset, function, kinds, key, "tokenizing prompts")
+    key = digest(prompt_key(tokenizer, args).encode(), checked.dataset._fingerprint.encode())
+    rendered = cached_map(checked.dataset, function, kinds, key, "tokenizing prompts")
     found = []
-    for part in rendered.with_format("arrow")[:]["ids"].chunks:  # they stay in the file that is mapped
+    column = rendered.with_format("arrow")[:]["ids"]
+    for part in column.chunks:  # they stay in the file that is mapped
         ids = part.values.to_numpy()
-        bounds = part.offsets.to_numpy()
+        bounds = part.offsets.to_numpy().tolist()
         found += [ids[first:end] for first, end in itertools.pairwise(bounds)]
     return found
 
@@ -238,26 +249,28 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
         return _without_overlong(problems, args)
     check_tokenizer(tokenizer, args)
     refuse_wrapped(problems, args)
-    variables = variables_of(problems, args)
-    conversations = [conversation(problem, tokenizer) for problem in problems]
-    check_fields(conversations, variables, tokenizer, args)
+    looked = problems[:LOOKED]
+    conversations = [conversation(problem, tokenizer) for problem in looked]
+    check_fields(conversations, variables_of(looked, args), tokenizer, args)
+    stored = []
+    if args.environment is None:
+        stored = [problem for problem in problems if isinstance(problem, StoredProblem)]
     try:
-        if len(problems) >= problem_set.LARGE:
-            import datasets
-
-            columns = {"messages": conversations, "variables": variables}
-            texts = {name: [json.dumps(value) for value in values] for name, values in columns.items()}
-            found = render_cached(datasets.Dataset.from_dict(texts), tokenizer, args)
-        else:
-            found = render(conversations, tokenizer, args.template.text, variables)
+        for checked, count in Counter(problem.checked for problem in stored).items():
+            if count >= problem_set.LARGE:
+                rows = render_cached(checked, tokenizer, args)
+                for problem in stored:
+                    if problem.checked is checked:
+                        problem.prompt_ids = rows[problem.place]
+        others = [problem for problem in problems if not len(problem.prompt_ids)]
+        found = ids_of(others, tokenizer, args)
     except Unrenderable as error:
         refuse(str(error))
-    for problem, ids in zip(problems, found, strict=True):
+    for problem, ids in zip(others, found, strict=True):
         problem.prompt_ids = np.asarray(ids, dtype=np.int32)
-    empty = not all(map(len, found))
-    different = any(problem.messages != problems[0].messages for problem in problems)
-    rendered = {problem.prompt_ids.tobytes() for problem in problems}
-    alike = different and len(rendered) == 1
+    empty = not all(len(problem.prompt_ids) for problem in problems)
+    different = any(problem.messages != problems[0].messages for problem in looked)
+    alike = different and len({problem.prompt_ids.tobytes() for problem in looked}) == 1
     if problems and (empty or alike):
         template = f"--chat_template {args.chat_template}" if args.chat_template else "the tokenizer's chat template"
         refuse(f"{template} does not render the messages: it must write message['content'] for message in messages")
@@ -300,7 +313,7 @@ def refuse_wrapped(problems: list[Problem], args) -> None:
     """Reject prompts most of which already have a chat template, apart from the text of ``reset``, which may."""
     if args.chat_template is not None:
         return
-    looked = problems[:1000]
+    looked = problems[:LOOKED]
     texts = ["".join(m.get("content") or "" for m in p.messages).removesuffix(p.opening) for p in looked]
     wrapped = [text for text in texts if WRAPPED.search(text)]
     if 2 * len(wrapped) > len(looked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 
-@dataclass
+@dataclass(slots=True)
 class Problem:
     """One row of a data set: the prompt as chat messages, the ground truth, the verifiers' names, and the whole row."""
 
@@ -23,6 +24,34 @@ class Problem:
     source: str = ""  # short name of the data set it comes from
     opening: str = ""  # what an environment's reset adds to the last message
     tools: list[dict[str, Any]] | None = None  # its row's or an environment's, where the chat template writes them
+
+    def record(self) -> bytes:
+        """Return what the digest of a run's data hashes of it: truth and row. All else follows from them and flags."""
+        row = json.dumps(self.row, default=lambda value: type(value).__name__)  # no address, no order of a set
+        return json.dumps([[], self.truth]).encode() + row.encode()
+
+
+class StoredProblem(Problem):
+    """A problem of a large data set. Its texts stay in the file that ``checked`` maps, until they are asked for."""
+
+    __slots__ = ("checked", "place")
+
+    def __init__(self, checked: Any, place: int, verifier: str):
+        """Take row ``place`` of ``checked``, a ``problem_set.Checked``."""
+        self.checked = checked
+        self.place = place
+        self.verifier = verifier
+        self.source = ""
+        self.opening = ""
+        self.prompt_ids = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a field that was not assigned."""
+        return json.loads(self.checked.texts[self.place].as_py())[name]
+
+    def record(self) -> bytes:
+        """Return a hash of what ``Problem.record`` returns."""
+        return self.checked.records[self.place].tobytes()
 
 
 @dataclass

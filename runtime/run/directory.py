@@ -207,22 +207,23 @@ def cut_back(file: Path, last: int) -> None:
 
 
 def data_digest(*parts: Sequence[Problem]) -> str:
-    """Hash the rows of all problems. Messages and verifiers follow from them and from flags."""
+    """Hash the rows of all problems (``Problem.record``)."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{len(part)} problems".encode())
         for p in part:
-            row = json.dumps(p.row, default=lambda value: type(value).__name__)  # no address, no order of a set
-            digest.update(json.dumps([[], p.truth]).encode() + row.encode())
+            digest.update(p.record())
     return digest.hexdigest()
 
 
 def prompts_digest(rows: str, *parts: Sequence[Problem]) -> str:
     """Hash what all ranks must have read: the rows, by their ``data_digest``, and the ids of their prompts."""
     digest = hashlib.sha256(rows.encode())
-    for p in itertools.chain(*parts):
-        ids = np.asarray(p.prompt_ids, dtype=np.int32)
-        digest.update(f"{len(ids)} ".encode() + ids.tobytes())
+    prompts = [p.prompt_ids for p in itertools.chain(*parts)]
+    digest.update(np.array(list(map(len, prompts))))
+    for start in range(0, len(prompts), 4096):
+        ids = np.concatenate(prompts[start : start + 4096])
+        digest.update(ids.astype(np.int32))
     return digest.hexdigest()
 
 

@@ -34,7 +34,9 @@ def check_prompt_ids(rows: int, args, run) -> None:
     tokenizer = f"--model_name_or_path {args.model_name_or_path}: its tokenizer"
     if given is not None:
         tokenizer = f"--tokenizer_name_or_path {given}"
-    largest = max(max(problem.prompt_ids) for problem in (*run.problems, *run.eval_problems))
+    largest = max(run.tokenizer.get_vocab().values())
+    if largest >= rows:  # of all ids that there can be: look at those that there are
+        largest = max(max(problem.prompt_ids) for problem in (*run.problems, *run.eval_problems))
     if largest >= rows or (given is not None and len(run.tokenizer) > rows):
         found = f"a prompt holds {run.tokenizer.decode([largest])!r} (id {largest}); " if largest >= rows else ""
         refuse(

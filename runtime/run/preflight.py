@@ -43,7 +43,8 @@ def prepare_run(
     world_size = process.split_launch(args.vllm_engines, args.vllm_tensor_parallel_size)
     problems, eval_problems = [], []
     if world_size > 0 or any(flags.is_open(args, name) for name in flags.OPEN):
-        problems, eval_problems = problem_set.load_problems(args, truth_error)
+        with process.without_collections():  # which would look at all rows, time and again
+            problems, eval_problems = problem_set.load_problems(args, truth_error)
         args.data_digest = directory.data_digest(problems, eval_problems)
         if args.environment is not None:  # its tools and first observations are part of the prompts
             process.prepare_environment(args.dtype)  # before a library that imports torch

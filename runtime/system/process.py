@@ -506,10 +506,11 @@ def prepare_environment(dtype: str = "auto") -> None:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Run the body, which builds an engine, without automatic garbage collections; collect once before it.
+    """Run the body, which makes many objects that stay, without automatic garbage collections; collect once before it.
 
-    Its imports and its model make half a million objects that stay. Automatic collections look at all of them every
-    time, and so do those that vLLM asks for while it starts, but for what is frozen. ``gc.unfreeze`` ends that.
+    The imports and the model of an engine are half a million, and a large data set has as many as rows. Automatic
+    collections look at all of them every time, and so do those that vLLM asks for while it starts, but for what is
+    frozen. ``gc.unfreeze`` ends that.
     """
     gc.collect()
     gc.freeze()

@@ -1076,12 +1076,14 @@ def computed(cache: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in (cache / "rlvr").rglob("*.arrow")}
 
 
-def test_many_prompts_come_from_the_cache(tokenizer, cache):
+def test_many_prompts_come_from_the_cache(tokenizer, tmp_path, cache):
     """Several processes give what one gives, the second time nothing is rendered, and any change is another key."""
     content = [[{"role": "user", "content": f"{i} + 1"}] for i in range(40)]
+    lines = [{"question": "", "answer": "1"}, *({"question": f"{i} + 1", "answer": "1"} for i in range(40))]
+    source = write(tmp_path / "a.jsonl", lines)
 
     def ids(**changes) -> list[list[int]]:
-        problems = [samples.Problem(messages, "1", "exact", {}) for messages in content]
+        problems = everything(Args(dataset=source, bad_rows="drop"))
         return [p.prompt_ids.tolist() for p in rendering.render_prompts(problems, tokenizer, Args(**changes))]
 
     expected = {t: rendering.render(content, tokenizer, values.CHAT_TEMPLATES[t]) for t in ("chatml", "tulu")}

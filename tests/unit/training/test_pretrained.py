@@ -202,7 +202,8 @@ def test_an_adapter_is_rejected(tiny, tmp_path, capsys):
 def test_prompt_ids_beyond_the_embeddings_are_rejected(capsys, largest, given):
     """And a --tokenizer_name_or_path with more tokens than embeddings, whatever the prompts hold."""
     args = SimpleNamespace(model_name_or_path="policy", tokenizer_name_or_path=given)
-    tokenizer = type("Tokenizer", (), {"decode": lambda self, ids: f"token {ids[0]}", "__len__": lambda self: 700})()
+    own = {"decode": lambda self, ids: f"token {ids[0]}", "__len__": lambda self: 700}
+    tokenizer = type("Tokenizer", (), own | {"get_vocab": lambda self: {"the last": 699}})()
     run = SimpleNamespace(
         problems=[SimpleNamespace(prompt_ids=[1, 2])],
         eval_problems=[SimpleNamespace(prompt_ids=[3, largest])],
