@@ -1,6 +1,7 @@
 """Tell whether the run of a command line is finished, so that sweeps can skip it.
 
     python scripts/is_finished.py grpo.py --beta 0.03 --seed 2    exit code 0: finished, 3: leave it alone, 4: to be run
+    RUN=lines scripts/sweeps/kl.sh | python scripts/is_finished.py grpo.py -    code and state of each line's run
 
 A run counts as finished by what only its end writes: the last step in metrics.jsonl, the evaluation after it in
 eval.jsonl, and the weights in model/; its arguments must be the same, too. An interrupted run is to be run, since it
@@ -11,6 +12,7 @@ one line. Exit code 2 means arguments that the script does not take; any other c
 from __future__ import annotations
 
 import copy
+import shlex
 import sys
 from pathlib import Path
 
@@ -75,8 +77,12 @@ def state(args, defaults) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Print the state of a run, and return it as the exit code."""
+    """Print the state of a run and return it as the exit code, or print those of the runs on standard input."""
     script = load_arguments(Path(sys.argv[1] if len(sys.argv) > 1 else ""))
+    if sys.argv[2:] == ["-"]:
+        for words in list(map(shlex.split, sys.stdin)):
+            print(*state(flags.parse(script.Args, script.__doc__, words), script.Args()))
+        return 0
     code, words = state(flags.parse(script.Args, script.__doc__, sys.argv[2:]), script.Args())
     print(words)
     return code

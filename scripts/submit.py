@@ -4,6 +4,7 @@
     python scripts/submit.py --backend slurm --partition h100 --gpus 8 --num_nodes 2 --time 12h -- python grpo.py ...
     python scripts/submit.py --backend slurm --gpus 8 -- source setup.sh \\&\\& uv run python grpo.py ...
     python scripts/submit.py --backend slurm --array_parallelism 4 -- python a.py -- python b.py -- python c.py
+    python scripts/submit.py --backend slurm --array_parallelism 4 --tasks FILE    each line of FILE is a command
 
 With every backend, a command receives its words exactly as they were given here, and runs the code as it is now, also
 when it starts or restarts days later. It finds RUN_ID and RUN_DIR in its environment, the same after a restart. It is
@@ -171,6 +172,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, dict[str, set[str]]]:
     add(everywhere, "--max_retries", type=int, default=10, help=where)
     add("slurm", "--depends_on", **each, metavar="ID", help="start when this job has succeeded")
     add("slurm", "--array_parallelism", type=int, metavar="N", help="make each command a task, N at a time")
+    add("slurm", "--tasks", metavar="FILE", help="commands, one in a line: more than a command line takes")
     add("local slurm", "--live", action="store_true", help="run in this folder itself, not in a copy of its code")
     where = "words passed to sbatch, `ray job submit` or `sky jobs launch` as they are"
     options = {"type": shlex.split, "default": [], "metavar": "'WORDS'"}
@@ -201,6 +203,9 @@ def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
     for flag, value in vars(args).items():
         if args.backend not in takes[flag] and value != parser.get_default(flag):
             refuse(f"--{flag}: --backend {args.backend} has no such setting; leave it out")
+    tasks = vars(args).pop("tasks")
+    for line in Path(tasks).read_text().splitlines() if tasks else ():
+        commands.append(shlex.split(line))
     return args, commands
 
 

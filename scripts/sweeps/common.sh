@@ -15,7 +15,7 @@ suffix= # of --exp_name, so that the runs of another script do not share folders
 [[ $SCRIPT == grpo.py ]] || suffix=_$(basename "$SCRIPT" .py)
 seeds=(1 2 3)
 common=()
-tasks=() # what ARRAY collects
+runs=() # the arguments of each, as a line
 apostrophe=\' # in lines every word stands in apostrophes: what ${word@Q} makes of a tab, bash alone can read
 escaped="'\\''"
 overwrite=0
@@ -52,43 +52,44 @@ done
 # Explicit, or a submitted run would write into its job's folder, where neither this loop nor a plot looks for it.
 [[ " ${common[*]-} " == *" --output"[_-]"dir"[=\ ]* ]] || common+=(--output_dir "${OUTPUT_DIR:-runs}")
 
-run() {
-    if [[ ${RUN:-} == lines ]]; then
-        if [[ "$* ${common[*]-}" == *$'\n'* ]]; then
-            echo "error: RUN=lines: a run is a line; take the line break out of: $* ${common[*]-}" >&2
-            exit 2
-        fi
-        printf "'%s' " "${@//$apostrophe/$escaped}" "${common[@]//$apostrophe/$escaped}"
-        echo
-        return
+run() { # note a run; `end` starts all of them
+    if [[ "$* ${common[*]-}" == *$'\n'* ]]; then
+        echo "error: a run is a line; take the line break out of: $* ${common[*]-}" >&2
+        exit 2
     fi
-    local said state=0
-    said=$("$PYTHON" scripts/is_finished.py "$SCRIPT" "$@" "${common[@]}") || state=$?
-    if ((state == 2)); then
-        exit 2 # the message about the arguments is already printed
-    elif ((state == 0 || (state == 3 && !overwrite))); then
-        echo "skipped, $said"
-        skipped=$((skipped + 1))
-    elif ((state != 3 && state != 4)); then
-        exit "$state" # is_finished.py itself failed
-    elif [[ -n ${ARRAY:-} ]]; then
-        tasks+=(-- "$PYTHON" "$SCRIPT" "$@" "${common[@]}")
-        started=$((started + 1))
-    elif ${RUN:-} "$PYTHON" "$SCRIPT" "$@" "${common[@]}"; then # RUN is several words
-        started=$((started + 1))
-    elif state=$? && ((state == 73)); then # a process or a job has it, and has said so
-        skipped=$((skipped + 1))
-    else
-        echo "failed with exit code $state: $*" >&2
-        failed=$((failed + 1))
-    fi
+    runs+=("$(printf "'%s' " "${@//$apostrophe/$escaped}" "${common[@]//$apostrophe/$escaped}")")
 }
 
-end() { # print the totals; exit code 1 if a run failed, which does not stop the others
-    [[ ${RUN:-} != lines ]] || return 0
+end() { # start what is to be run, and print the totals; exit code 1 if a run failed, which does not stop the others
+    if [[ ${RUN:-} == lines ]]; then
+        printf '%s\n' "${runs[@]}"
+        return
+    fi
+    local found states words state i
+    local tasks=() # what ARRAY submits
+    found=$(printf '%s\n' "${runs[@]}" | "$PYTHON" scripts/is_finished.py "$SCRIPT" -) || exit $?
+    mapfile -t states <<<"$found"
+    for i in "${!runs[@]}"; do
+        state=${states[i]%% *}
+        eval "words=(${runs[i]})"
+        if ((state == 0 || (state == 3 && !overwrite))); then
+            echo "skipped, ${states[i]#* }"
+            skipped=$((skipped + 1))
+        elif [[ -n ${ARRAY:-} ]]; then
+            tasks+=("'$PYTHON' '$SCRIPT' ${runs[i]}")
+            started=$((started + 1))
+        elif ${RUN:-} "$PYTHON" "$SCRIPT" "${words[@]}"; then # RUN is several words
+            started=$((started + 1))
+        elif state=$? && ((state == 73)); then # a process or a job has it, and has said so
+            skipped=$((skipped + 1))
+        else
+            echo "failed with exit code $state: ${runs[i]}" >&2
+            failed=$((failed + 1))
+        fi
+    done
     if ((${#tasks[@]})); then
         local submission=${RUN:-"$PYTHON scripts/submit.py --backend slurm --gpus 1"}
-        ${submission% --} --array_parallelism "$ARRAY" "${tasks[@]}" || failed=$started started=0
+        ${submission% --} --array_parallelism "$ARRAY" --tasks <(printf '%s\n' "${tasks[@]}") || failed=$started started=0
     fi
     local done="started"
     [[ " ${RUN:-} ${common[*]} " != *" --dry_run "* && ${RUN:-} != echo ]] || done="would be started"
