@@ -155,12 +155,16 @@ class Arm:
         args = self.args(seed)
         return Path(args.output_dir) / directory.run_name(args, self.script.Args())
 
-    def is_finished(self, seed: int) -> bool:
-        """Return True for a finished run. Exits with code 2 for one that can neither be used nor continued."""
-        state, said = run_many.state_of(self.args(seed), self.script.Args())
-        if state == is_finished.LEAVE:
-            process.refuse(f"{said}; move this folder away, or give another --output_dir after --")
-        return state == is_finished.FINISHED
+    def unfinished(self, seeds: range) -> list[int]:
+        """Return the seeds whose runs are missing. Exits with code 2 where one can be neither used nor continued."""
+        lines = [shlex.join([*self.words, "--seed", str(seed)]) for seed in seeds]
+        found = []
+        for seed, (state, said) in zip(seeds, run_many.states_of(self.path, lines), strict=True):
+            if state == is_finished.LEAVE:
+                process.refuse(f"{said}; move this folder away, or give another --output_dir after --")
+            if state == is_finished.RUN:
+                found.append(seed)
+        return found
 
     def value(self, seed: int, metric: str) -> float:
         """Return a finished run's final value: of its last evaluation, or the mean over its last tenth of steps."""
@@ -202,8 +206,8 @@ def run(
     Only seeds before the first that an arm lacks count: which run ends first must not matter. Returns 0, 1 where a run
     has failed, or 75 where a signal has ended it.
     """
-    pairs = itertools.product(seeds, arms)
-    waiting = [(seed, arm) for seed, arm in pairs if not arm.is_finished(seed)]
+    unfinished = {arm: arm.unfinished(seeds) for arm in arms}
+    waiting = [(seed, arm) for seed, arm in itertools.product(seeds, arms) if seed in unfinished[arm]]
     started: dict[str, tuple[int, Arm]] = {}
 
     def is_enough() -> bool:

@@ -418,9 +418,8 @@ def identity(recipe: Recipe) -> str:
 def is_complete(folder: Path, wanted: str) -> bool:
     """Return True if ``folder`` holds every file of the model with this identity."""
     record = folder / "pretraining.json"
-    if not record.is_file() or not all((folder / name).is_file() for name in FILES):
-        return False
-    return json.loads(record.read_text())["identity"] == wanted
+    complete = record.is_file() and all((folder / name).is_file() for name in FILES)
+    return complete and json.loads(record.read_text())["identity"] == wanted
 
 
 def main() -> None:

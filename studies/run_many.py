@@ -7,7 +7,7 @@
 Each line of the input has the arguments of one run, quoted as in a shell. Torch, vLLM and DeepSpeed are imported once;
 every run is a fork of that process, which has no other thread, no engine and no process group. A run parses its own
 arguments and then does what ``python grpo.py ...`` does: its numbers are the same to the last bit. ``--lanes`` runs go
-side by side, each with ``--threads`` threads of arithmetic.
+side by side; ``OMP_NUM_THREADS=1`` before the command gives each one thread of arithmetic.
 
 A run that is finished or running is skipped, and an interrupted one resumes (scripts/is_finished.py), so the same
 command continues a sweep. A run prints to OUTPUT_DIR/RUN_NAME.log, next to its folder. Lines with arguments that
@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -77,23 +77,17 @@ def load_script(path: Path) -> ModuleType:
     return script
 
 
-def state_of(args, defaults) -> tuple[int, str]:
-    """Return ``is_finished.state``, found by a fork: reading data may start threads that later forks would lack."""
-    source, sink = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.write(sink, json.dumps(is_finished.state(args, defaults)).encode())
-        finally:
-            os._exit(2)  # if nothing was written, the reason is on the console
-    os.close(sink)
-    with open(source, encoding="utf-8") as answer:
-        text = answer.read()
-    os.waitpid(pid, 0)
-    if not text:
-        raise SystemExit(2)
-    state, said = json.loads(text)
-    return state, said
+def states_of(script: Path, lines: list[str]) -> list[tuple[int, str]]:
+    """Return what ``scripts/is_finished.py`` says of the run of each line: its code, and in words.
+
+    In a process of its own, since reading data may start threads, which later forks would lack.
+    """
+    command = [sys.executable, is_finished.__file__, str(script), "-"]
+    done = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise SystemExit(done.returncode)
+    answers = [line.partition(" ") for line in done.stdout.splitlines()]
+    return [(int(code), words) for code, _, words in answers]
 
 
 def read_lines(path: Path, lines: list[str]) -> list[tuple[list[str], Path]]:
@@ -190,24 +184,21 @@ def main() -> int:
     add("script", type=Path, help="grpo.py, ppo.py or a copy of one")
     add("lines", type=argparse.FileType(), nargs="?", default="-", help="arguments of a run per line (default: stdin)")
     add("--lanes", type=int, default=1, help="runs side by side (default: %(default)s)")
-    add("--threads", type=int, help="threads of arithmetic of each run (default: what OMP_NUM_THREADS says)")
     options = parser.parse_args()
-    if options.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)  # read when torch is imported
-    runs = read_lines(options.script, [line for line in options.lines.read().splitlines() if line.strip()])
+    lines = [line for line in options.lines.read().splitlines() if line.strip()]
+    runs = read_lines(options.script, lines)
+    states = states_of(options.script, lines)
     script = load_script(options.script)
     lanes = Lanes()
     skipped = 0
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lanes.stop)
-    for words, folder in runs:
+    for (words, folder), (state, said) in zip(runs, states, strict=True):
         while len(lanes.going) >= options.lanes:
             lanes.wait()
         if lanes.stopped:
             break
-        args = flags.parse(script.Args, script.__doc__, words)
-        state, said = state_of(args, script.Args())
-        if state == is_finished.RUN or (state == is_finished.LEAVE and args.overwrite):
+        if state == is_finished.RUN or (state == is_finished.LEAVE and "--overwrite" in words):
             lanes.start(script, words, folder)
         else:
             skipped += 1
@@ -215,9 +206,7 @@ def main() -> int:
     while lanes.going:
         lanes.wait()
     print(f"{lanes.done} finished, {skipped} skipped, {lanes.failed} failed", flush=True)
-    if lanes.stopped:
-        return STOPPED
-    return int(lanes.failed > 0)
+    return STOPPED if lanes.stopped else int(lanes.failed > 0)
 
 
 if __name__ == "__main__":
