@@ -12,7 +12,6 @@
 --by takes the argument that makes the lines, then those that make the panels; each metric has a row. Runs are averaged
 only if they differ in the seed alone: another argument in which they differ is added to --by, with a note. A run may
 still be going. A mean ends where the shortest of its runs does. A loss's own metric (policy/NAME) has its own panel.
-Arguments that changed nothing are named: runs that differ in one of them alone are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +68,6 @@ SPREAD = "Means over the last tenth of the steps, or of the last evaluation; ± 
 RATES = ("pass@", "majority@", "correct", "format", "truncated_frac")
 RUN = "run"  # stands for the folder of a run where runs are grouped by arguments
 SAME_RUN = (*PRESENTATION, "seed")  # runs that differ in these alone are repetitions
-NOT_COMPARED = ("time/", "perf/", "engine/", "env/tool_seconds", "loss/")  # times, and values that are not trained on
 
 
 # ------------------------------------------------------------------------------------------------------ files of a run
@@ -275,26 +272,6 @@ def separating(runs: list[Run], by: list[str]) -> list[str]:
     return list(dict.fromkeys(name for members in grouped(runs, by).values() for name in differing(members)))
 
 
-def without_effect(runs: list[Run], by: list[str]) -> dict[str, list[str]]:
-    """Return argument -> its values in runs that differ in this argument alone and that are equal bit for bit.
-
-    The value of the loss is not compared, since two losses may have one gradient. All other metrics but times are.
-    """
-    logs = {}
-    for run in runs:
-        records = [{k: record[k] for k in record if not k.startswith(NOT_COMPARED)} for record in run.metrics]
-        logs[run.folder] = repr(records)
-    found: dict[str, list[str]] = {}
-    for name in by:
-        others = [other for other in [*differing(runs), "seed"] if other not in (name, RUN)]
-        for members in grouped(runs, others).values():
-            equal = Counter(logs[run.folder] for run in members)
-            values = [show(run.args.get(name)) for run in members if equal[logs[run.folder]] > 1]
-            if len(set(values)) > 1:
-                found[name] = sorted({*found.get(name, []), *values})
-    return found
-
-
 def problems_behind(runs: list[Run], key: str) -> float | None:
     """Return the number of problems behind a final value that is a rate of responses, or None for any other metric."""
     group, _, name = key.rpartition("/")
@@ -427,8 +404,6 @@ def compare(args: argparse.Namespace) -> None:
     if more:
         by += more
         print(f"note: the runs also differ in {', '.join(more)}, which --by now includes")
-    for name, values in without_effect(runs, [*by, *x]).items():
-        print(f"note: {name} changed nothing between {', '.join(values)}: runs are equal bit for bit but for loss/*")
     draw_comparison(runs, by, keys, args.x, args.output)
     print(args.output)
     print(table(runs, [*by, *x], keys))

@@ -198,17 +198,6 @@ def test_runs_that_differ_in_their_name_alone_are_repetitions(runs, tmp_path):
     assert "note: the runs also differ in exp_name" in out and out.count("| 1 | 3 |") == 2
 
 
-@pytest.mark.integration
-def test_an_argument_without_effect_is_named(tiny, tmp_path):
-    """k1+ and k3+ have one gradient and log other losses; k1 has another gradient."""
-    for kl_estimator in ("k1", "k1+", "k3+"):
-        changes = {"beta": 0.5, "learning_rate": 1e-2, "total_steps": 2, "max_response_length": 4}
-        run_here(tiny_args(tiny, tmp_path, kl_estimator=kl_estimator, **changes))
-    words = ["--by", "kl_estimator", "--y", "reward/mean", "--output", tmp_path / "x.png"]
-    out = call(plot, tmp_path, *words)
-    assert "note: kl_estimator changed nothing between k1+, k3+: runs are equal bit for bit" in out
-
-
 def test_copies_are_compared_in_every_setting(runs, tmp_path):
     """--by exp_name of runs with two learning rates: a panel for each, and no mean over both."""
     folders = folders_of(runs)
