@@ -96,6 +96,9 @@ class Oracle:
         def per_token(values: Tensor) -> Tensor:
             return values.flatten().repeat_interleave(lengths)
 
+        def to_go(values: Tensor) -> Tensor:
+            return torch.cat([x.flip(0).cumsum(0).flip(0) for x in values.split(lengths.tolist())])
+
         right = per_token(script.group_advantages(rewards_PG, kind, eps))
         coefficient = args.kl_coefficients[1]
         own = self.kl_in_reward(step)
@@ -109,7 +112,7 @@ class Oracle:
                 ),
                 "without the KL in the reward": right,
             }
-        penalty = torch.cat([x.flip(0).cumsum(0).flip(0) for x in by_response])
+        penalty = to_go(own)
         whole = per_token((rewards_PG - rewards_PG.mean()) / (rewards_PG.std() + eps))
         scaled = rewards_PG - rewards_PG.mean(1, keepdim=True)
         over_batch = per_token(scaled / (scaled.std() + eps))
@@ -119,27 +122,25 @@ class Oracle:
             "normalized over the batch instead of the group": whole - penalty,
         }
         found["divided by the standard deviation of the batch instead of the group's"] = over_batch - penalty
-        found["those of rewards without their fractions"] = whole_numbers - penalty
+        if whole_numbers.any() or not any(s.advantage for s in samples):  # distillation has them, and leaves them out
+            found["those of rewards without their fractions"] = whole_numbers - penalty
         if coefficient > 0:
             before = torch.cat([x.cumsum(0) for x in by_response])
             found["with the KL of the tokens before it, in place of those after it"] = right - before
             found["with the KL of each token alone in its reward, without that of the tokens after it"] = right - own
-            found["with the KL of the tokens after it, without its own"] = right - (penalty - own)
+            found["with the KL of the tokens after it, without its own"] = right - penalty + own
             found["with the KL added to the reward: the sign is reversed"] = right + penalty
             found["without the KL in the reward"] = right
             sampler = torch.cat([torch.as_tensor(s.sampler_logprobs) for s in samples]).double()
             of_sampler = coefficient * script.kl_value(args.kl_reward_estimator, sampler, sampler, self.reference[step])
-            parts = []
-            for x in of_sampler.split(lengths.tolist()):
-                parts.append(x.flip(0).cumsum(0).flip(0))
-            found["with a KL by the sampler's log-probs"] = right - torch.cat(parts)
+            found["with a KL by the sampler's log-probs"] = right - to_go(of_sampler)
         return found
 
     def kl_in_reward(self, step: int) -> Tensor:
         """Return the coefficient times each token's KL, [N]; 0 for the KL over the vocabulary, not computed here."""
         kind = self.args.kl_reward_estimator
         coefficient = self.args.kl_coefficients[1]
-        if kind == "full" or coefficient == 0:
+        if kind == "full" or not coefficient:
             return torch.zeros_like(self.logprobs[step])
         old, ref = self.logprobs[step], self.reference[step]
         return coefficient * self.subject.script.kl_value(kind, old, old, ref)
@@ -209,7 +210,7 @@ class Oracle:
             "the log-probs at temperature 1": bare,
         }
         fields: dict[str, dict[str, Tensor]] = {}
-        if k == 0:
+        if not k:
             fields["logprobs_T"] = {"": before} | others
         fields |= {
             "sampler_T": {"": sampler, "the trainer's log-probs": before},
@@ -222,7 +223,7 @@ class Oracle:
             for temperature in (1.0, self.args.temperature**2):
                 words = f"the reference's log-probs at temperature {temperature:g}"
                 known[words] = self.plain(step, 0, temperature)
-            if step > 0:
+            if step:
                 known["the policy's log-probs before the update"] = before
             fields["ref_T"] = {"": ref} | known
         for values in fields.values():
@@ -273,14 +274,15 @@ def left_out(oracle: Oracle, step: int, k: int) -> str:
     args = oracle.args
     samples, update = oracle.found.samples[step], oracle.found.updates[step][k]
     in_loss = oracle.found.in_loss[step]
+    counted = set()  # whether samples of groups of equal rewards are
     for i, sample in enumerate(samples):
         truncated = args.mask_truncated_completions and sample.finish_reason == "length"
-        if i in in_loss or truncated or getattr(args, "filter_zero_std_samples", True):
-            continue
-        if len({s.reward for s in samples if s.prompt_id == sample.prompt_id}) == 1:
-            return "groups of equal rewards are left out of the normalization, without --filter_zero_std_samples"
+        if not truncated and len({s.reward for s in samples if s.prompt_id == sample.prompt_id}) == 1:
+            counted.add(i in in_loss)
+    if counted == {False} and not getattr(args, "filter_zero_std_samples", True):
+        return "groups of equal rewards are left out of the normalization, without --filter_zero_std_samples"
     absent_T = (oracle.weights(step, k) != 0) & update.tokens["loss_T"].isnan()
-    if args.kl_coefficients[0] > 0 or args.entropy_coef != 0:
+    if args.kl_coefficients[0] > 0 or args.entropy_coef:
         if absent_T.any():
             return f"{int(absent_T.sum())} tokens of the loss are not computed; their KL or entropy has a gradient"
     elif advantages := oracle.advantages(step):

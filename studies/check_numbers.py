@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from check_subject import Finding, Subject, judge, with_flags
+from check_subject import FAIL, NOTE, Finding, Subject, judge, with_flags
 from torch import Tensor
 
 import kl_estimators
@@ -143,4 +143,10 @@ def check_group_edges(subject: Subject) -> list[Finding]:
     good = f"advantages of groups of equal rewards are at most {max(usual, subject.tolerance):.3g}"
     text = f"a group of equal rewards has advantages of up to {worst:.3g}; {subject.base_name}: {usual:.3g}"
     right = worst <= max(usual, subject.tolerance) and bool(found_PG.isfinite().all())
-    return [judge(3, "equal rewards", right, good, text, where)]
+    others_PG = rewards_PG.clone()
+    others_PG[-1] *= 1000
+    moved_PG = subject.script.group_advantages(others_PG, kind, eps)
+    state = FAIL
+    if not torch.allclose(moved_PG[:-1], found_PG[:-1], equal_nan=True):
+        state = NOTE  # a baseline of all prompts has no such zeros
+    return [judge(3, "equal rewards", right, good, text, where, state)]

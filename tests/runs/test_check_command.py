@@ -15,7 +15,7 @@ from script_edits import ALSO, HARMLESS, MISTAKES, SUBTLE, unseen
 
 pytestmark = pytest.mark.slow
 WITHOUT_LEARNING = ("--parts", "1", "2", "3", "4", "6")
-NO_GRADIENTS = ("lora",)  # it takes vLLM alone, so its runs are left out
+NO_GRADIENTS = ("lora", "truncated")  # they take vLLM alone, so their runs are left out
 
 
 def check(text: str, folder, *words: str) -> tuple[int, dict, str]:
