@@ -308,12 +308,12 @@ def test_a_truncated_policy_has_the_log_probs_of_its_engine(modules, tiny, tmp_p
 def test_gdpo_normalizes_each_reward(modules):
     """Two mixtures with equal sums differ; the scale of a reward does not count; the batch has std 1."""
     rewards = torch.tensor([[[1.0, 0, 0, 0], [1, 1, 0, 0]], [[0.0, 1, 1, 0], [0, 0, 0, 0]]], dtype=torch.float64)
-    found = modules["gdpo"].group_advantages(rewards, 0.0)
+    found = modules["gdpo"].gdpo_advantages(rewards, "standard", 0.0)
     own = (rewards - rewards.mean(2, keepdim=True)) / rewards.std(2, keepdim=True)
     total = own.nan_to_num(0.0).sum(0)
     assert torch.allclose(found, (total - total.mean()) / total.std())
     scaled = rewards * torch.tensor([1.0, 50.0], dtype=torch.float64)[:, None, None]
-    assert torch.allclose(modules["gdpo"].group_advantages(scaled, 0.0), found)
+    assert torch.allclose(modules["gdpo"].gdpo_advantages(scaled, "standard", 0.0), found)
     assert rewards.sum(0)[0].tolist() == [1, 1, 1, 0] and found[0, 0] > found[0, 1] + 0.1, "the rarer one counts more"
     samples = make_samples(2, 4)
     for number, sample in enumerate(samples):
@@ -507,7 +507,7 @@ from pathlib import Path
 import torch
 from frameworks import Framework
 
-load = Framework([Path(sys.argv[1])], ("trl.experimental", "trl.trainer.utils")).load
+load = Framework([Path(sys.argv[1])], ("trl.experimental", "trl.import_utils", "trl.trainer.utils")).load
 trl = load("trl.experimental.sdpo.loss_utils")
 given = torch.load(sys.argv[2])
 student = given["student"].requires_grad_()
@@ -685,7 +685,7 @@ def test_reinforce_pp_counts_responses_where_verl_counts_tokens(modules):
 )
 def test_a_variant_trains_two_steps(modules, name, tiny, tmp_path):
     """Two real steps with two optimizer steps each on the tiny model: the second is off-policy."""
-    own = {"distill": {"teacher_name_or_path": str(tiny)}, "gdpo": {"normalized_rewards": ("correct",)}}
+    own = {"distill": {"teacher_name_or_path": str(tiny)}}
     args = tiny_args(tiny, tmp_path, f"variant_{name}", total_steps=2, num_mini_batches=2, **own.get(name, {}))
     metrics = run_here(args, f"variant_{name}")
     assert [m["optim/steps"] for m in metrics] == [2, 2]
