@@ -62,7 +62,7 @@ def run_file(file: str, marks: str, printed: Path) -> int:
         finally:
             kill_children()
     if child.returncode not in (0, 1, 5):  # passed, failed, nothing to do: a time-out has ended it, or a test
-        partial.write_text(f"{partial.read_text()}\npytest ended with {child.returncode}: 1 error\n")
+        partial.write_text(f"{partial.read_text()}\npytest ended with {child.returncode}: 1 error in 0s\n")
     partial.replace(printed)
     return child.returncode
 
@@ -82,9 +82,11 @@ def paths_of(files: list[str], marks: str) -> dict[str, Path]:
 
 
 def outcomes(printed: Path) -> Counter:
-    """Return how many tests had each outcome, by the last line that pytest printed."""
-    last = printed.read_text().rstrip().rpartition("\n")[2] if printed.exists() else "1 error"
-    return Counter({word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)})
+    """Return how many tests had each outcome, by pytest's summary, which threads that end late may write after."""
+    lines = printed.read_text().splitlines() if printed.exists() else []
+    summaries = [line for line in lines if re.search(r"\d (passed|failed|error|skipped|deselected).* in [\d.]+s", line)]
+    summary = summaries[-1] if summaries else "1 error"
+    return Counter({word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", summary)})
 
 
 def run_all(files: list[str], args: argparse.Namespace) -> None:

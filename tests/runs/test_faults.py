@@ -221,8 +221,11 @@ if __name__ == "__main__":  # the reward workers import this file
 def test_the_real_engine(tiny, tmp_path):
     """Another vLLM, too little memory for its cache, a prefix cache that it does not drop."""
     line = command(tiny, tmp_path, *LONG, rollout="vllm")
-    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "engine").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("__version__ = '9.9'\n")
+    (tmp_path / "vllm" / "engine" / "arg_utils.py").write_text(
+        "class EngineArgs:\n    kv_cache_memory_bytes: int = 0\n"
+    )
     text = ended(["env", f"PYTHONPATH={tmp_path}:{ROOT}", *line], tmp_path / "other.log")
     assert "No module named 'vllm.v1'" in text
     shutil.rmtree(tmp_path / "vllm")

@@ -22,7 +22,6 @@ from helpers import (
     Run,
     alive,
     command,
-    descendants,
     finish,
     forked,
     heed_interrupts,
@@ -243,13 +242,10 @@ def test_a_signal_with_two_ranks(tiny, tmp_path, whom):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once(tiny, tmp_path):
-    """Before the first step, as the stacks show; its samples take 5 seconds each to verify."""
-    run = Run(command(tiny, tmp_path, *LONG, "--verifier", f"{VERIFIERS}:slow"), tmp_path / "log")
-    run.until(lambda: (tmp_path / "run" / "config.json").exists() and len(descendants(run.process.pid)) > 1)
-    while "in evaluate" not in run.text():
-        os.kill(run.process.pid, signal.SIGUSR2)
-        time.sleep(1)
-        assert run.process.poll() is None, run.text()
+    """In the second step, whose two samples take 5 seconds each to verify."""
+    few = ["--num_unique_prompts_rollout", "1", "--num_samples_per_prompt_rollout", "2"]
+    run = Run(command(tiny, tmp_path, *LONG, *few, "--verifier", f"{VERIFIERS}:slow"), tmp_path / "log")
+    run.until(lambda: logged(tmp_path) >= 1, 200)
     os.kill(run.process.pid, signal.SIGTERM)
     run.until(lambda: "saving after this step" in run.text(), 10)
     time.sleep(1.5)
