@@ -47,6 +47,8 @@ class StoredProblem(Problem):
 
     def __getattr__(self, name: str) -> Any:
         """Return a field that was not assigned."""
+        if name not in ("messages", "truth", "row", "tools"):
+            raise AttributeError(name)
         return json.loads(self.checked.texts[self.place].as_py())[name]
 
     def record(self) -> bytes:

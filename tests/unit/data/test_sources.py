@@ -1096,6 +1096,18 @@ def test_many_prompts_come_from_the_cache(tokenizer, tmp_path, cache):
     assert set(computed(cache)) > set(first)
 
 
+def test_a_row_of_a_large_file_is_read_when_it_is_asked_for(tmp_path, cache):
+    """Nothing of it is kept; a digest of the data knows it, and what is assigned wins."""
+    problem, other = everything(Args(dataset=write(tmp_path / "a.jsonl", rows(40))))[:2]
+    assert problem.row == rows(1)[0] and problem.truth == rows(1)[0]["answer"]
+    for name in ("messages", "row", "truth", "tools"):
+        with pytest.raises(AttributeError):
+            object.__getattribute__(problem, name)
+    assert not hasattr(problem, "answer") and problem.record() != other.record()
+    problem.messages = []
+    assert problem.messages == [] and other.messages != []
+
+
 @pytest.mark.skipif(bool(sandbox.namespaces_refused()), reason="the kernel gives no namespaces here")
 def test_rows_of_code_that_nobody_could_check_are_checked_elsewhere(tmp_path, cache, monkeypatch, capsys):
     """A login node may give no namespaces: what it lets through is not in the cache for a node that has them."""
