@@ -113,8 +113,8 @@ class RunFlags:
     """JSON object of fields to change in the model's config.json."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of weights and sampling; master weights are always fp32. auto: bfloat16 on GPUs (float16 on a T4); on
-    CPUs bfloat16 if a test at the start finds it more than 1.4 times as fast as float32, else float32. float16 needs a
-    GPU and uses loss scaling."""
+    CPUs bfloat16 if they have instructions for it (AMX or AVX-512), else float32. float16 needs a GPU and uses loss
+    scaling."""
     attn_implementation: str = "auto"
     """Attend by eager, sdpa, flex_attention or flash_attention_2 of transformers, varlen (PyTorch kernel for packed
     rows) or grouped (eager with a matrix product per KV head). auto: chosen by device, dtype and layout."""
