@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
-import sysconfig
+import sys
 from pathlib import Path
 
 from runtime.system.redaction import redact
 
-LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
+LIBRARIES = tuple(path for path in sys.path if any(Path(path).glob("*.dist-info")))
 
 # Holds records until the folder of the run exists, then passes them on to a file there.
 waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
@@ -25,7 +25,8 @@ class LibraryLogger(logging.Logger):
         """Handle a record by the file that it comes from; the text of a warning begins with that file's name."""
         origin = record.getMessage() if self.name == "py.warnings" else record.pathname
         if origin.startswith(LIBRARIES):
-            waiting.handle(record)
+            if record.levelno >= logging.INFO:  # on a GPU torch's compiler sends hundreds of empty records below
+                waiting.handle(record)
             if record.levelno < logging.ERROR:
                 return
         super().callHandlers(record)
