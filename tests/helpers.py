@@ -616,11 +616,15 @@ def forked(line: list[str], log: Path, ranks: int = 1, *, vllm: bool = False, ti
 
 
 def finish(line: list[str], log: Path, timeout: float = 600) -> str:
-    """Return the output of a run that must succeed, as a fork of a process with the libraries if possible."""
+    """Return the output of a run that must succeed, as a fork of a process with the libraries if possible.
+
+    On a GPU it is not: importing vLLM starts a thread there.
+    """
     ranks, rest = 1, line[1:]
+    forks = os.environ.get("CUDA_VISIBLE_DEVICES") == "" and line[0] == sys.executable
     if rest[:1] == LAUNCH:  # as `command` has it
         ranks, rest = int(rest[rest.index("--num_processes") + 1]), rest[rest.index("--main_process_port") + 2 :]
-    if line[0] == sys.executable and Path(rest[0]).name in ("grpo.py", "ppo.py", "program.py"):
+    if forks and Path(rest[0]).name in ("grpo.py", "ppo.py", "program.py"):
         codes, text = forked(rest, log, ranks, vllm="hf" not in rest, timeout=timeout)
     else:
         code, text = run_to_end(line, log, timeout)
