@@ -187,12 +187,15 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
 
 
 def dedupe_fp32_weights(engine):
-    """Drop DeepSpeed's duplicate fp32 copies of weights and gradients. Returns the engine; no number changes.
+    """Drop what DeepSpeed 0.19.8 does twice under ZeRO 1 and 2. Returns the engine; no number changes.
 
-    In fp32 the master weights of ZeRO 1 and 2 are a copy of the weights; on one rank both can be the same memory.
-    Gradients are summed in one buffer, as DeepSpeed 0.19.8 does in bf16; in fp32 it would copy the sums into another.
+    In fp32 the master weights are a copy of the weights; on one rank both can be the same memory. Gradients are summed
+    in one buffer, as in bf16, and not copied into another. In bf16 two passes over the gradients look for what is not
+    finite, and then their norm shows it as well.
     """
     zero = engine.optimizer
+    if hasattr(zero, "check_grad_overflow") and not zero.cpu_offload and zero.dtype == torch.bfloat16:
+        zero.check_overflow = lambda partition_gradients: None
     if hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload and zero.dtype == torch.float32:
         zero._use_compact_grad_partition_buffer = lambda group: True
         if dist.get_world_size() == 1:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 from helpers import folder_of, interrupted, make_samples, record, rejected, run_here, tiny_args
 
 import grpo
@@ -459,7 +460,12 @@ def test_runs_with_a_moving_reference_resume_exactly(tiny, tmp_path, monkeypatch
     [(1, "bfloat16", True), (2, "bfloat16", True), (2, "bfloat16", False), (1, "float32", True)],
 )
 def test_a_dropped_step_is_over(tiny, tmp_path, monkeypatch, stage, dtype, offload):
-    """One NaN token in the first step: that step is dropped, and the second is applied, also in bf16 with offload."""
+    """One NaN token in the first step: that step is dropped, and the second is applied, also in bf16 with offload.
+
+    In bf16 without offload the norm of the gradients is all that is asked.
+    """
+    if (dtype, offload) == ("bfloat16", False):
+        monkeypatch.setattr(stage_1_and_2, "has_inf_or_nan", None)
     plain_loss, calls = grpo.token_loss, itertools.count()
 
     def poisoned(*args):
