@@ -81,6 +81,15 @@ def test_messages_of_libraries_go_to_the_file(tmp_path, end):
         assert "Segmentation fault" in console
 
 
+def test_a_folder_with_the_project_is_no_library(tmp_path):
+    """Packages may be installed next to it, or where Python was started: the empty path is a prefix of every other."""
+    (tmp_path / "noisy-1.0.dist-info").mkdir()
+    line = [sys.executable, "-c", "from runtime.system import library_logs; print('' in library_logs.LIBRARIES)"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == "False\n", done.stderr
+
+
 OURS = "run |hardware |data |from |a step |the run |memory |prompt |ids |KL: |eval after |step |  '|warning: "
 OURS += "|resuming |rows |sizes |critic |stopping |  phases |  parts |defaults |  --|verdict |           |doctor "
 
