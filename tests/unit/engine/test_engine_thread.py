@@ -535,6 +535,17 @@ def test_what_the_script_gives_vllm_is_refused_beside_it(script):
     assert {*checks.VLLM_TAKEN, *flags.VLLM_RESOURCES} - fields == set()
 
 
+def test_what_both_scripts_repeat_is_the_same_text():
+    """So a test of one script's loss, thread or selection holds for the other."""
+    texts = []
+    for script in (grpo, ppo):
+        own = {name: x for name, x in inspect.getmembers(script, inspect.isfunction) if x.__module__ == script.__name__}
+        texts.append({name: inspect.getsource(function) for name, function in own.items()})
+    both = texts[0].keys() & texts[1].keys()
+    assert {"begin_turn", "kl_value", "token_loss", "vllm_thread"} <= both
+    assert {name for name in both if texts[0][name] != texts[1][name]} == {"check_args", "main"}
+
+
 @pytest.mark.parametrize("ignore_eos, length", [(True, 5), (False, 1)])
 def test_which_tokens_end_a_response_of_transformers(tiny_model, ignore_eos, length):
     """All logits are equal, and the largest is that of token 0, which is the one that ends responses, or just any."""

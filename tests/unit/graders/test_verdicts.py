@@ -38,6 +38,15 @@ def is_wrong(case: dict) -> bool:
     return (found.score, found.status) != (case["label"], "ok") or not wanted.items() <= parts.items()
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_worker():
+    """No limit of Python's for digits, whichever test ran before."""
+    most = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    yield
+    sys.set_int_max_str_digits(most)
+
+
 @pytest.mark.parametrize("family", ANSWERS)
 def test_answers_have_their_verdicts(family):
     """The score, the part ``correct`` and others that the line names, and the status."""
@@ -53,17 +62,12 @@ def test_answers_have_their_verdicts(family):
 
 @pytest.mark.parametrize("case", PROGRAMS, ids=[f"{case['family']} {k}" for k, case in enumerate(PROGRAMS)])
 def test_programs_have_their_verdicts(monkeypatch, case):
-    """In the sandbox, or under limits alone where there are no namespaces; no limit of Python's for digits."""
+    """In the sandbox, or under limits alone where there are no namespaces."""
     refused = sandbox.namespaces_refused()
     if refused and case.get("needs") == "namespaces":
         pytest.skip(f"the kernel gives no namespaces here: {refused}")
     monkeypatch.setattr(sandbox, "allow_unsafe", bool(refused))
-    most = sys.get_int_max_str_digits()
-    sys.set_int_max_str_digits(0)
-    try:
-        assert not is_wrong(case)
-    finally:
-        sys.set_int_max_str_digits(most)
+    assert not is_wrong(case)
 
 
 def test_every_constraint_is_tried_both_ways():
