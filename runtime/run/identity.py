@@ -161,8 +161,8 @@ def name_of(path: Path) -> str:
 def _digests(
     script: Path, extra: tuple[Path, ...], module: str | None, loaded: tuple[Path, ...] = ()
 ) -> dict[str, str]:
-    on_path = {*os.environ.get("PYTHONPATH", "").split(":")} - {"", *user_files.LIBRARIES}
-    places = [script.parent, PROJECT, *(Path(os.path.abspath(word)) for word in sorted(on_path))]
+    on_path = {f"{os.path.abspath(word)}/" for word in os.environ.get("PYTHONPATH", "").split(":") if word}
+    places = [script.parent, PROJECT, *map(Path, sorted(on_path.difference(user_files.LIBRARIES)))]
     waiting = [(path, [path.parent, path.resolve().parent, *places]) for path in extra]  # helpers beside come first
     if module is not None:
         waiting += [(path, places) for path in _module_files(module, places)]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from runtime.system.redaction import redact
 
-LIBRARIES = tuple(path for path in sys.path if not __file__.startswith(path) and any(Path(path).glob("*.dist-info")))
+FOLDERS = [f"{path}/" for path in sys.path]  # a name may begin with that of another folder
+LIBRARIES = tuple(x for x in FOLDERS if not __file__.startswith(x) and any(Path(x).glob("*.dist-info")))
 
 # Holds records until the folder of the run exists, then passes them on to a file there.
 waiting = logging.handlers.MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1, flushOnClose=False)

@@ -21,7 +21,7 @@ imported: dict[str, list[str]] = {}  # path -> the files that it has imported, w
 # Modules that the files of a folder have imported, by folder and name: two folders may have helpers of one name.
 own: defaultdict[str, dict[str, ModuleType]] = defaultdict(dict)
 active = SimpleNamespace(folder="", before=frozenset(), added=False)  # the folder whose modules can be imported
-LIBRARIES = (sysconfig.get_paths()["stdlib"], *library_logs.LIBRARIES)
+LIBRARIES = (f"{sysconfig.get_paths()['stdlib']}/", *library_logs.LIBRARIES)
 folder_of = functools.cache(lambda path: str(Path(path).resolve().parent))  # asked for each row of the data
 
 

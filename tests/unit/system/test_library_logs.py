@@ -60,9 +60,11 @@ def test_messages_of_libraries_go_to_the_file(tmp_path, end):
     """
     (tmp_path / "installed" / "noisy-1.0.dist-info").mkdir(parents=True)  # packages can be in any folder of sys.path
     (tmp_path / "installed" / "noisy.py").write_text(NOISY)
-    (tmp_path / "script.py").write_text(SCRIPT)
+    script = tmp_path / "installed_not" / "script.py"  # the folder's name begins with that of the library's
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path / 'installed'}"}
-    line = [sys.executable, str(tmp_path / "script.py"), str(tmp_path), end]
+    line = [sys.executable, str(script), str(tmp_path), end]
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=60)
     console = done.stdout + done.stderr
     for words in ("a library's error", "my own message", "my own warning", "my own print"):
