@@ -369,8 +369,11 @@ class Typos:
     def get_turn_reward(self):
         return self.missing if self.wrong == "get_turn_reward" else 0.0
 
+    def _missing_below(self, calls):
+        return self._missing_below(calls - 1) if calls else self.missing
+
     def get_reward(self):
-        return self.missing if self.wrong == "get_reward" else 1.0
+        return self._missing_below(3) if self.wrong == "get_reward" else 1.0
 
 
 class Both(Guess):

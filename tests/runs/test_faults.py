@@ -97,7 +97,12 @@ FLASH = {"attn_implementation": "flash_attention_2", "batch_layout": "packed", "
 @pytest.mark.parametrize(
     "fault, changes, words",
     [
-        pytest.param(out_of_memory, {}, "lower --micro_batch_tokens", id="no memory"),
+        pytest.param(
+            out_of_memory,
+            {},
+            "lower --micro_batch_tokens or the gpu_memory_utilization of --vllm_args, or add --gradient_checkpointing",
+            id="no memory",
+        ),
         pytest.param(lost_pushes, {"timeout": 3.0}, "acknowledgement of new weights", id="push without an end"),
         pytest.param(nan_logprobs, {}, "not finite", id="log-probs of the sampler are NaN"),
         pytest.param(exits, {}, "SystemExit: 0", id="some library's exit()"),

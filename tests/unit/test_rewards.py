@@ -651,7 +651,7 @@ def test_combine():
     assert combine({"math": right, "format": bad}, {"format": None}).score == 0.0
     gated = combine({"math": right, "format": good}, {"format": None})
     assert gated.score == 1.0 and gated.parts == {"math": 1, "format": 1.0, "correct": 1.0, "gate": 1.0}
-    assert gated.extracted == "7"
+    assert gated.extracted == "7" and right == Reward(1.0, right.parts, extracted="7.0"), "it is for people to read"
     assert combine({"math": right}, {}).parts == right.parts, "one verifier alone gives no part of its own name"
     lost = combine({"math": right, "ifeval": Reward(0.0, status="unscorable", detail="why")}, {})
     assert (lost.status, lost.detail, lost.score) == ("unscorable", "why", 1.0)

@@ -433,6 +433,12 @@ def test_each_processor_has_its_own_numbers(monkeypatch, machine, ptrace):
     assert sandbox.refused_calls()["ptrace"] == ptrace
 
 
+def test_a_processor_whose_numbers_are_unknown_has_no_sandbox(monkeypatch):
+    monkeypatch.setattr(sandbox.os, "uname", lambda: SimpleNamespace(machine="riscv64"))
+    with pytest.raises(OSError, match="system calls of riscv64 are not known"):
+        sandbox.refused_calls()
+
+
 def test_numbers_of_system_calls():
     """Those of the table are those of the kernel's headers."""
     headers = ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h"]

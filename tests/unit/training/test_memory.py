@@ -433,7 +433,14 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(capsys):
         if remedy is None:
             memory.sizes_for(args, model, setting)
             continue
-        assert remedy in rejected(capsys, memory.sizes_for, args, model, setting), card
+        least = min(
+            sum(memory.predict(args, model, setting, size).values()) for size in memory.candidates(args, setting)
+        )
+        message = rejected(capsys, memory.sizes_for, args, model, setting)
+        assert (
+            remedy in message
+            and f"may need {least / 2**30:.1f} GiB, and the GPU has {card / 2**30 * 1e9:.1f};" in message
+        )
     setting = memory.Setting(1, 2, 24e9)
     args = dataclasses.replace(args, micro_batch_tokens=1024, vllm_args='{"gpu_memory_utilization": 0.3}')
     assert memory.sizes_for(args, model, setting)[0].micro_batch_tokens == 1024
