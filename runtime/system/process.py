@@ -470,6 +470,7 @@ def prepare_environment(dtype: str = "auto") -> None:
     an error of 1e-3, where ``--max_logprob_diff`` allows 1e-4 nats. bf16 has no such products.
     """
     gc.set_threshold(10_000)  # with 700, the garbage collector searches the million objects of the imports seven times
+    atexit.unregister(end_quickly)  # of an earlier call: data whose lengths are open need a tokenizer before the run
     atexit.register(end_quickly)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -77,7 +77,7 @@ print(searches.count("start"))
 
 
 LEFT_OPEN = """
-import csv, gzip, threading, time
+import csv, gc, gzip, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from runtime.system import process
@@ -86,6 +86,9 @@ def later(name):
     time.sleep(0.3)
     Path(name).write_text("done")
 
+find = gc.get_objects
+gc.get_objects = lambda: print("looked at all objects") or find()
+process.prepare_environment()
 process.prepare_environment()
 kept = open("file", "w")
 kept.write("done")
@@ -117,6 +120,7 @@ def test_nothing_is_lost_at_the_end(how, tmp_path):
     assert [(tmp_path / name).read_text().strip() for name in ("file", "table", "thread", "pool")] == ["done"] * 4
     assert (tmp_path / "profile").exists() == ("cProfile" in how)
     assert gzip.decompress((tmp_path / "packed.gz").read_bytes()) == b"done"
+    assert done.stdout.count("looked") == 1
     assert "searched" not in done.stdout, "a million objects of libraries are, which takes two seconds"
 
 
