@@ -17,12 +17,12 @@ PAGE = ROOT / "docs" / "flags.md"
 INTRODUCTION = """# Flags: the names that other frameworks use
 
 `python grpo.py --help` has all flags. This page lists the names of verl, TRL, open-instruct, OpenRLHF, AReaL and
-TinyZero, and what to pass to `grpo.py` or `ppo.py` instead. If a command line has such names, one error answers them
-all, and also says why some of them have no flag here, which this page leaves out. Both are made from
+TinyZero, and what to pass to `grpo.py` or `ppo.py` instead. If a command has such names, one error lists what replaces
+them all, and says why some have no flag here (not on this page). Page and error are made from
 `runtime/arguments/other_names.tsv`. `--preset NAME` sets how a framework learns by default
 ([presets](maintainers/README.md)), so that a command needs only what differs from that.
 
-*This* is the value that their command gives. A star in a name stands for any text. Names of OpenRLHF with a dot are
+In the tables *this* is the value in their command, and a star in a name is any text. Names of OpenRLHF with a dot are
 those of 0.10 and later; names of AReaL that begin with `ppo.`, `dataset.` or `exp_ctrl.` are those of 0.3. Names
 that are the same here and there, such as `learning_rate`, are left out unless their values differ.
 """
