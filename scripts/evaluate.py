@@ -85,7 +85,7 @@ class Args(RunFlags):
 
 
 def warn_of_training(words: list[str]) -> None:
-    """Warn of flags that the command sets although they change nothing here. Errors of --control etc. come later."""
+    """Warn of flags that the command sets although they change nothing here. Errors of theirs come later."""
     names = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")]
     needless = [f"--{name}" for name in names if name.removeprefix("no_") in TRAINING]
     needless = [flag for flag in needless if flag not in ("--reward_control", "--eval_dataset")]  # errors of their own

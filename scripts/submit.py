@@ -192,7 +192,7 @@ def parse(argv: list[str]) -> tuple[Job, list[list[str]]]:
         else:
             commands.append(part)
     parser, takes = make_parser()
-    flags = [re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
+    flags = [re.sub(r"^--[^=\s]+(?=$|=)", lambda m: "--" + m[0][2:].replace("-", "_"), f) for f in flags]
     args, unknown = parser.parse_known_args(flags, Job())
     if unknown and not commands and not unknown[0].startswith("-"):
         refuse(f"{unknown[0]}: put -- before the command: submit.py [flags] -- {shlex.join(unknown)}")

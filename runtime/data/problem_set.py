@@ -156,8 +156,6 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
     """
     batches = iter(batches)
     seen = next(batches, [])
-    if source.startswith(GYM):
-        seen = [*seen, *itertools.chain.from_iterable(batches)]
     prompt, truth, verifier, verifier_key = known_columns(seen)
     prompt = args.prompt_key or prompt
     truth = args.ground_truth_key or truth
@@ -167,7 +165,7 @@ def look_at(source: str, batches: Iterable[list], args, check: Check) -> Columns
         for row in rows:
             if isinstance(row, dict):
                 has |= dict.fromkeys(row)
-        if _is_column(prompt, has) and _is_column(truth, has) and (names_verifiers is None or names_verifiers in has):
+        if all(_is_column(key, has) for key in (prompt, truth, names_verifiers or prompt)):
             break
     given = args.verifier
     without_truth = args.ground_truth_key is None and given and not check(given, "", seen[0] if seen else {})
@@ -210,8 +208,10 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
     if isinstance(prompt, str) and (chat := _json_list(prompt)) and all(map(_is_message, chat)):
         prompt = chat
     if isinstance(prompt, str):
-        starter = row.get("starter_code")  # of contests: it names the function
-        return [{"role": "user", "content": f"{prompt}\n\n{starter}" if starter and starter not in prompt else prompt}]
+        starter = row.get("starter_code") or ""  # of contests: it names the function
+        if not isinstance(starter, str):
+            raise ValueError(f"its starter_code must be text, but is {type(starter).__name__}")
+        return [{"role": "user", "content": prompt if starter in prompt else f"{prompt}\n\n{starter}"}]
     kinds = type(prompt).__name__
     if isinstance(prompt, list):
         kinds = "a list of something else"
@@ -230,12 +230,10 @@ def _messages(key: str, prompt: Any, row: dict[str, Any]) -> Messages:
 
 
 def _with_system(messages: Messages, columns: Columns) -> Messages:
-    """Return a prompt with at most one system message. Raises ValueError if no other message is left."""
+    """Return a prompt with at most one system message."""
     own = messages[0]["role"] == "system"
     if own and columns.replaces:
         messages = messages[1:]
-        if not messages:
-            raise ValueError("has only a system message as its prompt")
     if columns.system and (columns.replaces or not own):
         return [{"role": "system", "content": columns.system}, *messages]
     return messages

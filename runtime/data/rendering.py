@@ -243,7 +243,7 @@ def render_prompts(problems: list[Problem], tokenizer, args) -> list[Problem]:
     """Fill ``prompt_ids``: one tokenization for sampler and trainer, special tokens as the template wrote them.
 
     Returns the problems that ``--overlong_prompts`` keeps. A prompt longer than ``--max_prompt_length`` ends the run
-    with exit code 2 (error), is left out (filter), or is truncated (left, right). Ids that are there are kept.
+    with exit code 2 (error), is left out (drop), or is truncated (left, right). Ids that are there are kept.
     """
     if problems and all(len(problem.prompt_ids) for problem in problems):
         return _without_overlong(problems, args)

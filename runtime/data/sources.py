@@ -135,7 +135,7 @@ def _read_files(paths: list[Path], suffix: str) -> list[tuple[Any, list[Path]]]:
             rows = []
             for path in paths:
                 text = path.read_text(encoding="utf-8-sig")
-                lines = "\n{" in text and text.startswith("{")  # JSON lines under this name
+                lines = "\n{" in text and text.partition("\n")[0].rstrip().endswith("}")  # JSON lines under this name
                 content = [json.loads(line) for line in text.split("\n") if line.strip()] if lines else json.loads(text)
                 if isinstance(content, dict) and len(content) == 1:
                     (content,) = content.values()  # {"train": [...]}
@@ -225,11 +225,12 @@ def _saved_or_hub(source: str):
         name, _, split = source.rpartition("@")
     try:
         if Path(name).is_dir():
-            found = datasets.load_from_disk(name)
+            saved = datasets.load_from_disk(name)
+            found = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved, str(saved.split): saved}
             kind, _, part = split.removesuffix("]").partition("[")
-            if isinstance(found, datasets.DatasetDict) and kind not in found:
+            if kind not in found:
                 raise ValueError(f"it has {', '.join(found)}, no split {kind}")
-            found = found[kind] if isinstance(found, datasets.DatasetDict) else found
+            found = found[kind]
             begin, _, end = part.partition(":")
             rows = range(len(found))[int(begin or 0) : int(end or len(found))]
             return found.select(rows) if part else found

@@ -176,7 +176,7 @@ PARSERS = {
 
 
 class Chat:
-    """The chat template of a run, for several turns. ``about``: what environments.describe() found."""
+    """The chat template of a run, for several turns. ``about``: what user_objects.describe() found."""
 
     def __init__(self, tokenizer, args, about: dict[str, Any]):
         self.tokenizer = tokenizer
@@ -201,7 +201,7 @@ class Chat:
         self.end = self._prove()
 
     def text(self, messages: list[dict], **more) -> str:
-        """Render a conversation with the template, up to where the model's turn begins. Raises data.Unrenderable."""
+        """Render a conversation with the template, up to where the model's turn begins. Raises Unrenderable."""
         return rendering.as_text(messages, self.tokenizer, self.template, self.variables | more)
 
     def _message(self, text: str, name: str = TRIAL["name"]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from runtime.system import process
 from runtime.training import model_files
 
 # Parameters -> rates of policy and critic; models below the last learn at the quickstart's. 1e-6 is the default of verl
-# 0.9.1 and TRL 1.16 (arguments/presets.py has the lines) and of TinyZero's runs of 0.5B to 3B, 1e-5 verl's of the
+# 0.9.1 and TRL 1.16 (arguments/presets.toml has the lines) and of TinyZero's runs of 0.5B to 3B, 1e-5 verl's of the
 # critic. Between them and the quickstart's: their geometric mean.
 RATES = {4e8: (1e-6, 1e-5), 2e8: (5e-6, 3e-5)}
 # Tokens of a response by its verifier: what verl's and TinyZero's examples give GSM8K, countdown and MATH, and twice

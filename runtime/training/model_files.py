@@ -154,7 +154,9 @@ def read_model(name: ModelName) -> Model | None:
     """Read the model in a folder or on the hub, None if fields are missing. Exits with code 2 if there is no model."""
     config, _, _ = read_configs(name, "--model_name_or_path", dry_run=True)  # its weights may be elsewhere
     parameters = 0
-    for weights in Path(name.name).glob("*.safetensors"):
+    folder = Path(name.name)
+    parts = list(folder.glob("model.safetensors")) or list(folder.glob("model-*.safetensors"))
+    for weights in parts or folder.glob("*.safetensors"):  # some models have Mistral's consolidated.safetensors as well
         with safe_open(weights, "np") as tensors:
             parameters += sum(math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118
     text = config.get("text_config", config)
@@ -262,7 +264,7 @@ def files_digest(model: ModelName) -> str:
         return Path(found).parent.name if isinstance(found, str) else ""
     digest = hashlib.sha256()
     for path in sorted(Path(model.name).iterdir()):
-        if path.suffix in PARTS:
+        if path.suffix in PARTS and path.is_file():
             size = path.stat().st_size
             digest.update(f"{path.name} {size}".encode())
             with open(path, "rb") as file:

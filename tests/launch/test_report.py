@@ -52,8 +52,8 @@ def call(script, *words, ok: bool = True) -> str:
 
 @pytest.mark.integration
 def test_mean_and_band_are_those_of_the_seeds(runs):
-    """The numbers behind the picture, against the files themselves."""
-    groups = plot.grouped(plot.load_runs([runs]), ["learning_rate"])
+    """The numbers behind the picture, against the files themselves; a run that is named twice counts once."""
+    groups = plot.grouped(plot.load_runs([runs, *runs.iterdir()]), ["learning_rate"])
     assert list(groups) == [("0.001",), ("0.01",)] and {len(g) for g in groups.values()} == {2}
     for (rate,), members in groups.items():
         assert {(r.args["learning_rate"], r.args["seed"]) for r in members} == {(float(rate), 1), (float(rate), 2)}

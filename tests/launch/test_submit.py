@@ -222,13 +222,13 @@ def test_a_time_limit_within_the_warning_is_refused(time, fits, capsys):
 def test_what_slurm_lists(monkeypatch, capsys):
     """A job has the name of its run; cores come with GPUs, a failed dependency ends it, and words of the user's."""
     monkeypatch.chdir(ROOT)
-    words = shlex.split("--backend slurm --gpus 2 --depends_on 7 --scheduler_args '--exclude=n3 --reservation r'")
+    words = shlex.split("--backend slurm --gpus 2 --depends_on 7 --scheduler_args '--mail-type end --exclude=n3'")
     assert submit.main([*words, "--dry_run", "--", "python", "grpo.py", "--beta", "0.07", "--seed", "5"]) == 0
     line = shlex.split(capsys.readouterr().out.splitlines()[-1])
     found = dict(word.removeprefix("--").split("=", 1) for word in line if "=" in word)
     assert found["job-name"] == "grpo__beta=0.07__seed=5", found
     assert found["cpus-per-task"] == "16" and found["kill-on-invalid-dep"] == "yes" and found["exclude"] == "n3"
-    assert line[-3:-1] == ["--reservation", "r"]
+    assert line[-4:-2] == ["--mail-type", "end"]
 
 
 @pytest.mark.parametrize("words", [[], ["--"], ["--", "--", "true"], ["--", "true", "--"]])

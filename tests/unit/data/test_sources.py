@@ -113,6 +113,7 @@ def test_a_folder_saved_by_datasets(tmp_path, capsys):
     assert len(everything(Args(dataset=f"{tmp_path / 'splits'}@test", eval_prompts=1))) == 9
     (tmp_path / "other").mkdir()
     capsys.readouterr()  # datasets has shown a bar
+    assert "no split test" in refusal(capsys, Args(dataset=f"{tmp_path / 'plain'}@test"))
     assert f"--dataset {tmp_path / 'other'}" in refusal(capsys, Args(dataset=str(tmp_path / "other")))
 
 
@@ -437,7 +438,13 @@ def test_rows_that_would_train_on_something_else(tmp_path, capsys, case):
     assert case["says"] in refusal(capsys, Args(dataset=write(tmp_path / "a.jsonl", [case["row"]])))
 
 
-SHAPES = {"a.json": '{"train": [%s]}', "b.jsonl": "\ufeff%s\n", "c.ndjson": "%s\n", "D.JSONL": "%s\n"}
+SHAPES = {
+    "a.json": '{"train": [%s]}',
+    "b.jsonl": "\ufeff%s\n",
+    "c.ndjson": "%s\n",
+    "D.JSONL": "%s\n",
+    "e.json": '{"train": [\n%s\n]}',
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -236,12 +237,16 @@ def test_no_micro_batch_is_larger_than_the_bound():
     assert fullest > 3 * 1280, "responses of full length would make no more, and this shows nothing"
 
 
-def test_the_model_is_read_from_its_folder(tiny, capsys):
+def test_the_model_is_read_from_its_folder(tiny, tmp_path, capsys):
     """Counts of a saved model; one of an unknown family has none, and a folder without a model ends the program."""
     from transformers import AutoModelForCausalLM
 
     found = model_files.read_model(ModelName(str(tiny), None))
     assert found.parameters == AutoModelForCausalLM.from_pretrained(tiny).num_parameters()
+    for file in tiny.glob("*"):
+        shutil.copy(file, tmp_path)
+    shutil.copy(tiny / "model.safetensors", tmp_path / "consolidated.safetensors")
+    assert model_files.read_model(ModelName(str(tmp_path), None)) == found
     assert (found.layers, found.hidden) == (2, 64)
     assert (found.kv_heads * found.head_size, found.heads * found.head_size) == (32, 64)
     assert model_files.model_of({"d_model": 512}, 10) is None

@@ -322,6 +322,7 @@ def test_the_digest_of_a_model(tiny, tmp_path, monkeypatch):
     ours = digest(tiny)
     same, other, less = (Path(shutil.copytree(tiny, tmp_path / name)) for name in ("same", "other", "less"))
     (same / "README.md").write_text("a copy")
+    (same / "backup.json").mkdir()
     weights = {name: weight * 1.5 for name, weight in load_file(other / "model.safetensors").items()}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     (less / "generation_config.json").unlink()
