@@ -227,10 +227,10 @@ def summary(metrics: list[dict], evals: list[dict]) -> str:
 
 def load_runs(paths: list[Path]) -> list[Run]:
     """Load the runs in or under the folders that logged a step."""
-    runs = []
+    files = []
     for path in paths:
-        runs += [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
-    folders = {file.parent.resolve(): file.parent for file in runs}  # one that is named twice is one seed
+        files += [*path.glob("metrics.jsonl"), *sorted(path.glob("*/metrics.jsonl"))]
+    folders = {file.parent.resolve(): file.parent for file in files}  # one that is named twice is one seed
     runs = [run for run in map(load_run, folders.values()) if run.metrics]
     if not runs:
         refuse("no run with a step in its metrics.jsonl in these folders; start one with: python grpo.py")
