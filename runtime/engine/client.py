@@ -68,8 +68,7 @@ class Engine:
     def start(self) -> None:
         """Build the engine in a thread of its own, and wait until it stands."""
         if self.beside:
-            # Both threads need Python's lock for microseconds, and each would wait 5 ms for it: a backward pass under
-            # DeepSpeed runs hundreds of hooks. tests/unit/engine/test_engine_thread.py has the ratio.
+            # Both threads need Python's lock for microseconds, hundreds of times in a step, and each would wait 5 ms.
             sys.setswitchinterval(2e-4)
         self.inbox, self.outbox = watchdog.Mailbox(), watchdog.Mailbox()
         arguments = (*self.arguments, self.inbox, self.outbox)

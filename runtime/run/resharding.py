@@ -110,7 +110,8 @@ class SavedState:
             state = {}
             for key in keys:
                 saved = self.flats(first, key)
-                if is_cut(saved[0], masters[0]):
+                value = saved[0]
+                if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) >= len(masters[0]):  # padded
                     state[key] = self.own_flat(units, key, rank)
                 elif all_equal(saved):
                     state[key] = saved[0]
@@ -126,11 +127,6 @@ class SavedState:
         whole[self.masters] = weights
         whole[self.inner] = inner
         return whole
-
-
-def is_cut(value, weights: torch.Tensor) -> bool:
-    """Return True if an optimizer state has one number per weight of a rank, perhaps with padding."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) >= len(weights)
 
 
 def all_equal(values: list) -> bool:

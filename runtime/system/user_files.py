@@ -38,13 +38,6 @@ def file_of(module: ModuleType) -> str:
     return known.get("__file__") or next(iter(known.get("__path__", ())), "")
 
 
-def is_users(name: str, module: ModuleType) -> bool:
-    """Return True for a module that is neither a library's nor one of the project's own."""
-    file = file_of(module)
-    own_file = str(PROJECT / name.partition(".")[0])
-    return file != "" and not file.startswith((*LIBRARIES, f"{own_file}.py", f"{own_file}/"))
-
-
 def enter(folder: str) -> None:
     """Let the files of a folder import the modules next to them, and no longer those next to another folder's files."""
     if folder == active.folder:
@@ -86,7 +79,9 @@ def _load(path: str) -> ModuleType:
         raise
     found = {}
     for key in sys.modules.keys() - before:
-        if is_users(key, sys.modules[key]):
+        file = file_of(sys.modules[key])
+        own_file = str(PROJECT / key.partition(".")[0])
+        if file != "" and not file.startswith((*LIBRARIES, f"{own_file}.py", f"{own_file}/")):  # neither's: the user's
             found[key] = sys.modules[key]
     own[active.folder] |= found
     imported[path] = [file for file in map(file_of, found.values()) if file.endswith(".py")]

@@ -106,7 +106,7 @@ class Nursery(multiprocessing.context.SpawnContext):
                 f"{', '.join(self.changed)} has changed since this run began, and its verifiers' processes, which must "
                 f"start now, would run the new code: restore it, or start the run again"
             )
-        return Worker(self, name)
+        return Worker(self)
 
     def _open(self, *work) -> None:
         self.control, theirs = self.Pipe()
@@ -156,10 +156,8 @@ class Nursery(multiprocessing.context.SpawnContext):
 class Worker:
     """Wrapper with the part of multiprocessing's process interface that pebble uses."""
 
-    def __init__(self, nursery: Nursery, name: str) -> None:
+    def __init__(self, nursery: Nursery) -> None:
         self.nursery = nursery
-        self.name = name
-        self.daemon = False
         self.pid: int | None = None
         self.code: int | None = None
         self.descriptor = -1

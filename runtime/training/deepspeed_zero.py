@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -187,22 +188,36 @@ def make_accelerator(args, dtype: torch.dtype, device: torch.device):
 
 
 def dedupe_fp32_weights(engine):
-    """Drop what DeepSpeed 0.19.8 does twice under ZeRO 1 and 2. Returns the engine; no number changes.
+    """Drop what DeepSpeed 0.19.8 does in vain or twice under ZeRO 1 and 2. Returns the engine; no number changes.
 
     In fp32 the master weights are a copy of the weights; on one rank both can be the same memory. Gradients are summed
-    in one buffer, as in bf16, and not copied into another. In bf16 two passes over the gradients look for what is not
-    finite, and then their norm shows it as well.
+    in one buffer, as in bf16, and on one rank without buckets and a division by 1. In bf16 two passes over them look
+    for what is not finite, and their norm shows it as well. Clipping multiplies gradients by 1 that are small enough.
     """
-    zero = engine.optimizer
-    if hasattr(zero, "check_grad_overflow") and not zero.cpu_offload and zero.dtype == torch.bfloat16:
+    zero, alone = engine.optimizer, dist.get_world_size() == 1
+    if not hasattr(zero, "single_partition_of_fp32_groups") or zero.cpu_offload:
+        return engine
+    if zero.dtype == torch.bfloat16:
         zero.check_overflow = lambda partition_gradients: None
-    if hasattr(zero, "single_partition_of_fp32_groups") and not zero.cpu_offload and zero.dtype == torch.float32:
+    if zero.dtype == torch.float32:
         zero._use_compact_grad_partition_buffer = lambda group: True
-        if dist.get_world_size() == 1:
+        if alone:
             for master, weights in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups_flat, strict=True):
                 master.data = weights.data
             zero._link_all_hp_params()  # the fragments by which DeepSpeed saves would keep the copy alive
+    if zero.dtype != torch.float16:  # whose gradients are scaled
+        clip = zero.unscale_and_clip_grads
+        zero.unscale_and_clip_grads = lambda grads, norm: norm + 1e-6 <= zero.clip_grad or clip(grads, norm)
+    if alone:
+        zero.reduce_independent_p_g_buckets_and_remove_grads = partial(_add_gradient, zero)
     return engine
+
+
+def _add_gradient(zero, weight: nn.Parameter, group: int) -> None:
+    """Add the gradient of a weight to those of earlier micro-batches, where one rank has all of its sums."""
+    sums = zero._get_compact_grad_partition_slice(group, 0, zero.get_param_id(weight), weight.numel())
+    sums.add_(zero.get_gradient_for_reduction(weight).view(-1))
+    weight.grad = weight.grad_accum = None
 
 
 @torch.no_grad()

@@ -206,7 +206,7 @@ def test_a_worker_that_outlives_its_nursery_is_killed():
     def ask(word, pid):
         raise EOFError
 
-    worker = workers.Worker(SimpleNamespace(ask=ask), "worker")
+    worker = workers.Worker(SimpleNamespace(ask=ask))
     worker.pid, worker.descriptor = left.pid, os.pidfd_open(left.pid)
     assert worker.exitcode is None
     worker.terminate()

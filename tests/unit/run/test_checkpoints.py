@@ -112,7 +112,7 @@ def test_fp32_weights_are_their_own_masters(tiny, tmp_path, monkeypatch, script,
     found = {}
     for name, prepare in (("deduped", look), ("complete", lambda engine: engine)):
         monkeypatch.setattr(deepspeed_zero, "dedupe_fp32_weights", prepare)
-        changes = {**SMALL, "save_every": 2, "max_logprob_diff": 0.0, **changes}
+        changes = {**SMALL, "save_every": 2, "max_logprob_diff": 0.0, "micro_batch_tokens": 136, **changes}
         args = tiny_args(tiny, tmp_path / name, script, **changes)
         run_here(args, script)
         folder = folder_of(args, script)
