@@ -110,8 +110,7 @@ class SavedState:
             state = {}
             for key in keys:
                 saved = self.flats(first, key)
-                value = saved[0]
-                if isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) >= len(masters[0]):  # padded
+                if isinstance(saved[0], torch.Tensor) and saved[0].dim() == 1 and len(saved[0]) >= len(masters[0]):
                     state[key] = self.own_flat(units, key, rank)
                 elif all_equal(saved):
                     state[key] = saved[0]

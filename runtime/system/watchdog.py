@@ -277,7 +277,8 @@ def ends_all_ranks(main: Callable) -> Callable:
             if "OutOfMemoryError" in text:
                 text += "lower --micro_batch_tokens or the gpu_memory_utilization of --vllm_args, or add "
                 text += "--gradient_checkpointing; docs/run.md has more"
-            Watch.current.abort(text)  # does not return
+            Watch.current.abort(text)
+            raise
         finally:
             if Watch.current is not None:
                 Watch.current.close()

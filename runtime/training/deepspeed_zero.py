@@ -191,8 +191,8 @@ def dedupe_fp32_weights(engine):
     """Drop what DeepSpeed 0.19.8 does in vain or twice under ZeRO 1 and 2. Returns the engine; no number changes.
 
     In fp32 the master weights are a copy of the weights; on one rank both can be the same memory. Gradients are summed
-    in one buffer, as in bf16, and on one rank without buckets and a division by 1. In bf16 two passes over them look
-    for what is not finite, and their norm shows it as well. Clipping multiplies gradients by 1 that are small enough.
+    in one buffer, on one rank without buckets and a division by 1. In bf16 two passes look for what is not finite, and
+    the norm shows it as well. Clipping multiplies small gradients by 1.
     """
     zero, alone = engine.optimizer, dist.get_world_size() == 1
     if not hasattr(zero, "single_partition_of_fp32_groups") or zero.cpu_offload:
