@@ -81,7 +81,7 @@ def _load(path: str) -> ModuleType:
     for key in sys.modules.keys() - before:
         file = file_of(sys.modules[key])
         own_file = str(PROJECT / key.partition(".")[0])
-        if file != "" and not file.startswith((*LIBRARIES, f"{own_file}.py", f"{own_file}/")):  # neither's: the user's
+        if file != "" and not file.startswith((*LIBRARIES, f"{own_file}.py", f"{own_file}/")):  # the user's own
             found[key] = sys.modules[key]
     own[active.folder] |= found
     imported[path] = [file for file in map(file_of, found.values()) if file.endswith(".py")]

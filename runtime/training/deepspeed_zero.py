@@ -192,7 +192,7 @@ def dedupe_fp32_weights(engine):
 
     In fp32 the master weights are a copy of the weights; on one rank both can be the same memory. Gradients are summed
     in one buffer, on one rank without buckets and a division by 1. In bf16 two passes look for what is not finite, and
-    the norm shows it as well. Clipping multiplies small gradients by 1.
+    the norm shows it as well. Gradients below the clipping limit are not multiplied by 1.
     """
     zero, alone = engine.optimizer, dist.get_world_size() == 1
     if not hasattr(zero, "single_partition_of_fp32_groups") or zero.cpu_offload:
